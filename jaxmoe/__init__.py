@@ -1,0 +1,12 @@
+"""jaxmoe: Mixture-of-Experts transformers in JAX, trained across devices."""
+
+from . import collectives as collectives
+from .config import ConfigError as ConfigError
+from .config import load_config as load_config
+from .dispatch import Slots as Slots
+from .layer import MoE as MoE
+from .mesh import Roles as Roles
+from .mesh import make_mesh as make_mesh
+from .models import DecoderLM as DecoderLM
+from .routing import TopK as TopK
+from .types import Aux as Aux

@@ -1,0 +1,3 @@
+"""Layouts in which tokens reach their experts."""
+
+from .slots import Slots as Slots

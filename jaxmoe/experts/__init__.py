@@ -1,0 +1,5 @@
+"""Feed-forward experts."""
+
+from .dense import ACTIVATIONS as ACTIVATIONS
+from .dense import ExpertWeights as ExpertWeights
+from .dense import experts as experts

@@ -1,0 +1,3 @@
+"""Models built from the layers."""
+
+from .decoder import DecoderLM as DecoderLM

@@ -1,0 +1,1 @@
+"""Training of the decoder language model: data, steps, checkpoints, the loop and sampling."""
