@@ -3,6 +3,7 @@
 from . import collectives as collectives
 from .config import ConfigError as ConfigError
 from .config import load_config as load_config
+from .dispatch import Ragged as Ragged
 from .dispatch import Slots as Slots
 from .layer import MoE as MoE
 from .mesh import Roles as Roles

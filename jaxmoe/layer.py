@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .collectives import all_gather, all_to_all, pmax, psum, reduce_scatter
-from .dispatch import slots
+from .collectives import all_gather, pmax, psum
+from .dispatch import Ragged, Slots
+from .dispatch.slots import Groups
 from .experts import ACTIVATIONS, ExpertWeights, experts
 from .mesh import Roles, axes_size
 from .parameters import normal
@@ -27,7 +28,7 @@ class Spec:
 
     num_experts: int
     router: TopK
-    dispatch: slots.Slots
+    dispatch: Slots | Ragged
     activation: str
     roles: Roles
     group: Literal["sequence"] | int
@@ -46,7 +47,7 @@ class MoE(nnx.Module):
 
     def __init__(
         self, d_model: int, d_ff: int, num_experts: int, *, rngs: nnx.Rngs, router: TopK = TopK(),
-        dispatch: slots.Slots = slots.Slots(), activation: str = "swiglu", shared_experts: int = 0,
+        dispatch: Slots | Ragged = Slots(), activation: str = "swiglu", shared_experts: int = 0,
         mesh: Mesh | None = None, roles: Roles | None = None, group: Literal["sequence"] | int = "sequence",
         dtype=jnp.float32,
     ):
@@ -111,8 +112,7 @@ def apply(spec: Spec, mesh, w_router_DE, w: ExpertWeights, x_BSD, token_mask=Non
     extra = (-B % shards, -S % axes_size(mesh, roles.sequence_axes))
     pad = lambda a, fill=0: jnp.pad(a, [(0, extra[0]), (0, extra[1])] + [(0, 0)] * (a.ndim - 2), constant_values=fill)  # noqa: E731
     groups = (B + extra[0] if spec.group == "sequence" else spec.group) // shards
-    body = partial(_local, spec, spec.dispatch.capacity(spec.router.k, tokens_per_group, spec.num_experts),
-                   spec.router.k * tokens_per_group / spec.num_experts, groups)
+    body = partial(_local, spec, Groups(groups, tokens_per_group))
     args = (w_router_DE, w, pad(x_BSD), pad(mask_BS), pad(forced_BSK, -1))
     if mesh is not None:
         columns = P(roles.expert, roles.expert_fsdp, roles.expert_shard)
@@ -125,47 +125,35 @@ def apply(spec: Spec, mesh, w_router_DE, w: ExpertWeights, x_BSD, token_mask=Non
     return y_BSD[:B, :S], aux
 
 
-def _local(spec: Spec, capacity: int, fair_load: float, groups: int, w_router_DE, w, x_BSD, mask_BS, forced_BSK):
+def _local(spec: Spec, groups: Groups, w_router_DE, w, x_BSD, mask_BS, forced_BSK):
     """One device's part, in the verbs' order."""
     roles, (B, S, D) = spec.roles, x_BSD.shape
-    by_group = lambda a: a.reshape(groups, B // groups, S, -1).swapaxes(1, 2).reshape(B * S, -1)  # noqa: E731
+    fair_load = spec.router.k * groups.tokens / spec.num_experts
+    by_group = lambda a: a.reshape(groups.local, -1, S, a[0, 0].size).swapaxes(1, 2).reshape(B * S, -1)  # noqa: E731
     x_TD, valid_T, forced_TK = by_group(x_BSD), by_group(mask_BS)[:, 0], by_group(forced_BSK)
     x_TD = jnp.where(valid_T[:, None], x_TD, 0)   # what padding holds must not matter, NaN included
     wide = jnp.promote_types(x_TD.dtype, jnp.float32)
     logits_TE = x_TD.astype(wide) @ all_gather(w_router_DE, roles.fsdp).astype(wide)
     routing = spec.router(logits_TE, forced_TK)
 
-    K, E = routing.experts_TK.shape[1], spec.num_experts
-    where = slots.index(routing.experts_TK.reshape(groups, -1, K), valid_T.reshape(groups, -1), E, capacity,
-                        roles.sequence_axes)
-    slots_ECD = slots.pack(x_TD.astype(spec.dtype), where).reshape(E, -1, D)
-    out_ECD = _exchange_and_compute(slots_ECD, w, spec)
-    y_TD = slots.unpack(out_ECD.reshape(-1, D), routing.weights_TK, where).astype(x_BSD.dtype)
-    y_BSD = y_TD.reshape(groups, S, B // groups, D).swapaxes(1, 2).reshape(B, S, D)
-    return y_BSD, _statistics(routing, valid_T, where, fair_load, roles.token_axes)
+    y_TD, dropped, needed = spec.dispatch(x_TD.astype(spec.dtype), routing, valid_T, groups,
+                                          _gathered(w, roles.expert_fsdp), spec.activation, roles)
+    y_BSD = y_TD.astype(x_BSD.dtype).reshape(groups.local, S, -1, D).swapaxes(1, 2).reshape(B, S, D)
+    return y_BSD, _statistics(routing, valid_T, dropped, needed / fair_load, roles.token_axes)
 
 
-def _exchange_and_compute(slots_ECD, w: ExpertWeights, spec: Spec):
-    """dispatch, expert_gather, experts, expert_reduce, combine."""
-    roles, (E, C, D) = spec.roles, slots_ECD.shape
-    w = ExpertWeights(
-        all_gather(w.up_EDF, roles.expert_fsdp, 1), all_gather(w.down_EFD, roles.expert_fsdp, 2),
-        None if w.gate_EDF is None else all_gather(w.gate_EDF, roles.expert_fsdp, 1),
-    )
-    local = w.up_EDF.shape[0]
-    rows_ECD = all_to_all(slots_ECD, roles.expert).reshape(-1, local, C, D).swapaxes(0, 1).reshape(local, -1, D)
-    rows_ECD = all_gather(rows_ECD, roles.expert_shard, 1)
-    out_ECD = reduce_scatter(experts(rows_ECD, w, spec.activation), roles.expert_shard, 1)
-    out_ECD = out_ECD.reshape(local, -1, C, D).swapaxes(0, 1).reshape(E, C, D)
-    return all_to_all(out_ECD, roles.expert)
+def _gathered(w: ExpertWeights, axes) -> ExpertWeights:
+    """Expert weights whole over the axes that only store them."""
+    gate_EDF = None if w.gate_EDF is None else all_gather(w.gate_EDF, axes, 1)
+    return ExpertWeights(all_gather(w.up_EDF, axes, 1), all_gather(w.down_EFD, axes, 2), gate_EDF)
 
 
-def _statistics(routing, valid_T, where, fair_load: float, axes) -> Aux:
+def _statistics(routing, valid_T, dropped, needed, axes) -> Aux:
     E = routing.scores_TE.shape[-1]
     dtype = routing.scores_TE.dtype
     chosen_TKE = (routing.experts_TK[..., None] == jnp.arange(E)) & valid_T[:, None, None]
     scores_TE = jnp.where(valid_T[:, None], routing.scores_TE, 0)
-    pairs_E, dropped = psum((chosen_TKE.sum((0, 1)).astype(dtype), where.dropped.astype(dtype)), axes)
+    pairs_E, dropped = psum((chosen_TKE.sum((0, 1)).astype(dtype), dropped.astype(dtype)), axes)
     score_sum_E, num_tokens = psum((scores_TE.sum(0), valid_T.sum().astype(dtype)), axes)
     p_TE = scores_TE / jnp.maximum(scores_TE.sum(-1, keepdims=True), 1e-20)
     entropy = -psum(jax.scipy.special.xlogy(p_TE, jnp.maximum(p_TE, 1e-20)).sum(), axes)
@@ -174,7 +162,7 @@ def _statistics(routing, valid_T, where, fair_load: float, axes) -> Aux:
         "max_over_mean_load": pairs_E.max() * E / pairs,
         "dead_experts": (pairs_E == 0).sum(),
         "router_entropy": entropy / jnp.maximum(num_tokens, 1),
-        "sufficient_capacity_factor": pmax(where.needed, axes) / fair_load,
+        "sufficient_capacity_factor": pmax(needed, axes),
     }
     losses = {
         "load_balance": load_balance(pairs_E, score_sum_E, num_tokens),

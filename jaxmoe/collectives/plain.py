@@ -2,6 +2,7 @@
 
 import jax
 
+from ..compat import varying_axes
 from ..mesh import Axes
 
 
@@ -26,5 +27,6 @@ def psum(x, axes: Axes):
 
 
 def pmax(x, axes: Axes):
-    """Maximum over the group, the same on every device."""
+    """Maximum over the group, the same on every device. Axes over which x is already the same are left out."""
+    axes = tuple(a for a in axes if a in varying_axes(x))
     return jax.lax.pmax(x, axes) if axes else x

@@ -7,13 +7,24 @@ forward and backward, so that two runs agree bit for bit.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..mesh import Axes
-from ..types import SlotIndex
+from ..collectives import all_gather, all_to_all, psum, reduce_scatter
+from ..experts import ExpertWeights, experts
+from ..mesh import Axes, Roles
+from ..types import Routing, SlotIndex
+from .rows import pack, unpack
+
+
+class Groups(NamedTuple):
+    """Capacity groups. local: groups on one device; tokens: tokens of a group, on all devices that share it."""
+
+    local: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,32 @@ class Slots:
 
     def capacity(self, k: int, tokens_per_group: int, num_experts: int) -> int:
         return max(1, math.ceil(self.capacity_factor * k * tokens_per_group / num_experts))
+
+    def __call__(self, x_TD, routing: Routing, valid_T, groups: Groups, w: ExpertWeights, activation: str, roles: Roles):
+        """Returns y_TD, this device's dropped pairs, and the largest load of an expert in a group."""
+        (E, D), K = (routing.scores_TE.shape[1], x_TD.shape[1]), routing.experts_TK.shape[1]
+        experts_GNK = routing.experts_TK.reshape(groups.local, -1, K)
+        where = index(experts_GNK, valid_T.reshape(groups.local, -1), E, self.capacity(K, groups.tokens, E),
+                      roles.sequence_axes)
+        out_ECD = exchange(pack(x_TD, where).reshape(E, -1, D), w, activation, roles)
+        return unpack(out_ECD.reshape(-1, D), routing.weights_TK, where), where.dropped, where.needed
+
+
+def exchange(slots_ECD: jax.Array, w: ExpertWeights, activation: str, roles: Roles) -> jax.Array:
+    """dispatch, expert_gather, experts, expert_reduce, combine."""
+    (E, C, D), local = slots_ECD.shape, w.up_EDF.shape[0]
+    rows_ECD = all_to_all(slots_ECD, roles.expert).reshape(-1, local, C, D).swapaxes(0, 1).reshape(local, -1, D)
+    rows_ECD = all_gather(rows_ECD, roles.expert_shard, 1)
+    out_ECD = reduce_scatter(experts(rows_ECD, w, activation), roles.expert_shard, 1)
+    out_ECD = out_ECD.reshape(local, -1, C, D).swapaxes(0, 1).reshape(E, C, D)
+    return all_to_all(out_ECD, roles.expert)
+
+
+def expert_loads(routing: Routing, valid_T: jax.Array, groups: Groups, axes: Axes) -> jax.Array:
+    """Pairs of each expert in each group [G, E]."""
+    E = routing.scores_TE.shape[1]
+    chosen_TKE = (routing.experts_TK[..., None] == jnp.arange(E)) & valid_T[:, None, None]
+    return psum(chosen_TKE.reshape(groups.local, -1, E).sum(1, dtype=jnp.int32), axes)
 
 
 def index(experts_GNK: jax.Array, valid_GN: jax.Array, num_experts: int, capacity: int, axes: Axes) -> SlotIndex:
@@ -77,50 +114,3 @@ def _kept(counts_GKE: jax.Array, capacity: int, axes: Axes) -> tuple[jax.Array, 
     before_GKE = before_GKE + jnp.cumsum(totals_GKE, 1) - totals_GKE
     kept_GE = jnp.clip(capacity - before_GKE, 0, counts_GKE).sum(1)
     return kept_GE, totals_GKE.sum(1).max()
-
-
-def _with_zero_row(x_ND: jax.Array) -> jax.Array:
-    return jnp.concatenate([x_ND, jnp.zeros_like(x_ND[:1])])
-
-
-@jax.custom_vjp
-def pack(x_TD: jax.Array, where: SlotIndex) -> jax.Array:
-    """Rows of x_TD in slot order [slots, D]; empty slots are zero."""
-    K = where.slot_TK.shape[1]
-    return _with_zero_row(x_TD)[where.pair_S // K]
-
-
-def _pack_fwd(x_TD, where):
-    return pack(x_TD, where), where
-
-
-def _pack_bwd(where, g_SD):
-    rows_TKD = _with_zero_row(g_SD)[where.slot_TK]
-    wide = jnp.promote_types(g_SD.dtype, jnp.float32)
-    return rows_TKD.astype(wide).sum(1).astype(g_SD.dtype), None
-
-
-pack.defvjp(_pack_fwd, _pack_bwd)
-
-
-@jax.custom_vjp
-def unpack(y_SD: jax.Array, weights_TK: jax.Array, where: SlotIndex) -> jax.Array:
-    """sum_k weights_TK * (row of y_SD in the pair's slot, zero if dropped), in at least float32, k in order."""
-    rows_TKD = _with_zero_row(y_SD)[where.slot_TK].astype(weights_TK.dtype)
-    return (weights_TK[..., None] * rows_TKD).sum(1)
-
-
-def _unpack_fwd(y_SD, weights_TK, where):
-    return unpack(y_SD, weights_TK, where), (y_SD, weights_TK, where)
-
-
-def _unpack_bwd(saved, g_TD):
-    y_SD, weights_TK, where = saved
-    K = weights_TK.shape[1]
-    weight_S = jnp.append(weights_TK.reshape(-1), jnp.zeros_like(weights_TK[0, 0]))[where.pair_S]
-    gy_SD = weight_S[:, None] * _with_zero_row(g_TD)[where.pair_S // K]
-    rows_TKD = _with_zero_row(y_SD)[where.slot_TK].astype(g_TD.dtype)
-    return gy_SD.astype(y_SD.dtype), (rows_TKD * g_TD[:, None, :]).sum(-1), None
-
-
-unpack.defvjp(_unpack_fwd, _unpack_bwd)

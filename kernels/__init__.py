@@ -1,0 +1,1 @@
+"""Kernels, one folder an operation: checks and choice of backend, plain reference, backends."""
