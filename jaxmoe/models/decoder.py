@@ -7,13 +7,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..attention import causal_attention, rope
-from ..dispatch import Slots
+from ..dispatch import Ragged, Slots
 from ..layer import MoE
 from ..mesh import axes_size, roles_of
 from ..parameters import normal, ones
 from ..routing import TopK
 from ..types import Aux
 
+DISPATCH = {"slots": Slots, "ragged": Ragged}
 REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
@@ -87,7 +88,7 @@ class Block(nnx.Module):
         else:
             router = TopK(e.router.k, e.router.score, e.router.normalize, e.router.scale)
             self.ffn = MoE(
-                m.d_model, e.d_ff, e.num_experts, router=router, dispatch=Slots(e.dispatch.capacity_factor),
+                m.d_model, e.d_ff, e.num_experts, router=router, dispatch=DISPATCH[e.dispatch.kind](**e.dispatch.model_dump(exclude={"kind"})),
                 activation=e.activation, shared_experts=e.shared_experts, mesh=mesh, roles=roles, group=e.group,
                 dtype=compute_dtype(cfg), rngs=rngs,
             )

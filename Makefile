@@ -1,0 +1,23 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: train test test-slow lint
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+train: $(VENV)/installed
+	$(BIN)/jaxmoe train configs/quickstart.toml
+
+test: $(VENV)/installed
+	$(BIN)/pytest -q
+
+test-slow: $(VENV)/installed
+	$(BIN)/pytest -q -m slow
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/pyright

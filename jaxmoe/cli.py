@@ -1,0 +1,127 @@
+"""The command line. Bad input ends with one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+                  help="Train Mixture-of-Experts transformers in JAX.")
+FREE = {"ignore_unknown_options": True, "allow_extra_args": True}
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def main() -> None:
+    """Entry point of `jaxmoe`."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError) as e:
+        print(f"jaxmoe: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as e:
+        print(f"jaxmoe: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(1)
+
+
+@app.command(context_settings=FREE)
+def train(
+    context: typer.Context, config: Annotated[Path, typer.Argument(help="TOML file.")],
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False, as_json: Json = False,
+) -> None:
+    """Train CONFIG. Any key is an option: --moe.router.k=4."""
+    from .config import load_config
+
+    cfg = load_config(config, overrides(context.args))
+    prepare_devices(cfg)
+    from .training.loop import train as run
+
+    result = run(cfg, resume=resume, quiet=as_json)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(f"held-out loss {result['eval_loss']:.4f} nats per token after {result['steps']} steps")
+    print(f"loss plot: {result['plot']}\nsample:\n{result['sample']}")
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    tokens: Annotated[int, typer.Option(min=1)] = 200, temperature: Annotated[float, typer.Option(min=0)] = 0.8,
+    seed: int = 0, as_json: Json = False,
+) -> None:
+    """Sample from the last checkpoint of RUN."""
+    from .config import ConfigError, from_dict
+
+    try:
+        cfg = from_dict(json.loads((run / "config.json").read_text()))
+    except OSError:
+        raise ConfigError(f"RUN must be a run directory with config.json, got {str(run)!r}") from None
+    prepare_devices(cfg)
+    from .training.generate import generate as sample
+
+    text = sample(str(run), prompt, tokens, temperature, seed)
+    print(json.dumps({"text": text}) if as_json else text)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Show versions and devices, and what is missing for what."""
+    import jax
+
+    pin_cpu_without_gpu()
+    wanted = {"tokenizers": "train.data.tokenizer", "safetensors": "Hugging Face checkpoints (pip install 'jaxmoe[hf]')"}
+    problems = [f"{name} is missing: needed for {use}" for name, use in wanted.items()
+                if importlib.util.find_spec(name) is None]
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    found = {"versions": versions, "devices": [str(d) for d in jax.devices()], "problems": problems}
+    if as_json:
+        print(json.dumps(found))
+        return
+    for name, value in (versions | {"devices": ", ".join(found["devices"])}).items():
+        print(f"{name:8s} {value}")
+    print("\n".join(problems) or "no problems")
+
+
+def overrides(args: list[str]) -> list[str]:
+    """--a.b=c and --a.b c as a.b=c."""
+    from .config import ConfigError
+
+    found, rest = [], list(args)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("--") or "." not in arg:
+            raise ConfigError(f"unknown argument {arg!r}; config keys are given as --section.key=value")
+        if "=" not in arg:
+            if not rest:
+                raise ConfigError(f"{arg} needs a value: {arg}=...")
+            arg = f"{arg}={rest.pop(0)}"
+        found.append(arg[2:])
+    return found
+
+
+def pin_cpu_without_gpu() -> bool:
+    """On a machine with no GPU, keep an installed GPU plugin from complaining. True if the CPU was chosen."""
+    import jax
+
+    if os.path.exists("/dev/nvidia0") or os.environ.get("JAX_PLATFORMS"):
+        return os.environ.get("JAX_PLATFORMS") == "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    return True
+
+
+def prepare_devices(cfg) -> None:
+    """Simulate as many CPU devices as the mesh has, where there is no GPU."""
+    import jax
+
+    size = math.prod(cfg.mesh.axes.values())
+    if pin_cpu_without_gpu() and size > 0:
+        jax.config.update("jax_num_cpu_devices", size)

@@ -1,0 +1,243 @@
+"""The config: TOML plus dotted overrides, frozen and validated. Every error is one line that names the key to change."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+ROLES = ("data", "expert", "expert_shard", "model", "fsdp")
+EXCLUSIVE = (("data", "model"), ("expert", "expert_shard"), ("fsdp", "model"))
+
+
+class ConfigError(ValueError):
+    """Bad config; the message is one line."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class MeshConfig(Section):
+    axes: dict[str, int] = {"device": -1}
+
+
+class ParallelConfig(Section):
+    """Mesh axes of each role; a role left out is off."""
+
+    kind: Literal["given"] = "given"
+    data: tuple[str, ...] = ()
+    expert: tuple[str, ...] = ()
+    expert_shard: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    fsdp: tuple[str, ...] = ()
+
+
+class ModelConfig(Section):
+    layers: PositiveInt = 4
+    d_model: PositiveInt = 128
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    d_ff: PositiveInt = 512
+    vocab: PositiveInt = 256
+    seq: PositiveInt = 128
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-6
+    qk_norm: bool = True
+    tied: bool = True
+    moe_every: PositiveInt = 1
+
+
+class TopKConfig(Section):
+    kind: Literal["topk"] = "topk"
+    k: PositiveInt = 2
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool | None = None
+    scale: PositiveFloat = 1.0
+
+
+class SlotsConfig(Section):
+    kind: Literal["slots"] = "slots"
+    capacity_factor: PositiveFloat = 1.25
+
+
+class RaggedConfig(Section):
+    kind: Literal["ragged"] = "ragged"
+
+
+class MoEConfig(Section):
+    num_experts: PositiveInt = 8
+    d_ff: PositiveInt = 256
+    activation: Literal["swiglu", "gelu", "relu"] = "swiglu"
+    router: TopKConfig = TopKConfig()
+    dispatch: Annotated[SlotsConfig | RaggedConfig, Field(discriminator="kind")] = SlotsConfig()
+    shared_experts: Annotated[int, Field(ge=0)] = 0
+    group: Literal["sequence"] | PositiveInt = "sequence"
+    load_balance_coef: Annotated[float, Field(ge=0)] = 0.01
+    router_z_coef: Annotated[float, Field(ge=0)] = 1e-3
+
+
+class ScheduleConfig(Section):
+    kind: Literal["sequential"] = "sequential"
+
+
+class CodecConfig(Section):
+    kind: Literal["off"] = "off"
+
+
+class DataConfig(Section):
+    kind: Literal["stdlib", "text"] = "stdlib"
+    files: str | None = None
+    tokenizer: str | None = None
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 400
+    batch: PositiveInt = 32
+    learning_rate: PositiveFloat = 3e-3
+    min_learning_rate: Annotated[float, Field(ge=0)] = 3e-4
+    warmup_steps: Annotated[int, Field(ge=0)] = 30
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_norm: PositiveFloat = 1.0
+    accumulate: PositiveInt = 1
+    precision: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["none", "full", "dots"] = "none"
+    seed: int = 0
+    eval_every: Annotated[int, Field(ge=0)] = 100
+    eval_batches: Annotated[int, Field(ge=0)] = 8
+    checkpoint_every: Annotated[int, Field(ge=0)] = 200
+    log_every: PositiveInt = 20
+    run_dir: str = "runs/default"
+    data: DataConfig = DataConfig()
+    sample_prompt: str = "def "
+    sample_tokens: Annotated[int, Field(ge=0)] = 200
+
+
+class Config(Section):
+    mesh: MeshConfig = MeshConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    model: ModelConfig = ModelConfig()
+    moe: MoEConfig = MoEConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    codec: CodecConfig = CodecConfig()
+    train: TrainConfig = TrainConfig()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply overrides such as "moe.router.k=4", validate. Raises ConfigError."""
+    try:
+        tree = tomllib.loads(Path(path).read_text())
+    except OSError as e:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"config file {str(path)!r} must be TOML: {e}") from e
+    for override in overrides:
+        _apply(tree, override)
+    return from_dict(tree)
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """Validate a config given as nested dicts."""
+    try:
+        cfg = Config.model_validate(_tuples(tree))
+    except ValidationError as e:
+        raise ConfigError(_message(e)) from None
+    _check_mesh(cfg)
+    _check_sizes(cfg)
+    return cfg
+
+
+def _tuples(value: Any) -> Any:
+    """TOML has lists only; the frozen config holds tuples."""
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} must have the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for i, part in enumerate(parts[:-1]):
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(parts[: i + 1])} is a value, not a table")
+    tree[parts[-1]] = value
+
+
+def _message(error: ValidationError) -> str:
+    """The first fault as one line: key, what must hold, what was given; the nearest name for an unknown key."""
+    fault = error.errors()[0]
+    path = [str(p) for p in fault["loc"] if p not in ("slots", "ragged", "literal['sequence']", "constrained-int")]
+    key = ".".join(path)
+    if fault["type"] == "extra_forbidden":
+        names = _names(path[:-1])
+        near = difflib.get_close_matches(path[-1], names, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+        return f"unknown key {key}; {hint}"
+    return f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
+
+
+def _names(path: list[str]) -> list[str]:
+    """Keys that a table may have; of both layouts, where a table may be either."""
+    models = [Config]
+    for part in path:
+        fields = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+        models = [a for f in fields for a in getattr(f, "__args__", (f,)) if isinstance(a, type)]
+    return sorted({name for m in models if issubclass(m, BaseModel) for name in m.model_fields})
+
+
+def _check_mesh(cfg: Config) -> None:
+    axes = cfg.mesh.axes
+    if not axes:
+        raise ConfigError("mesh.axes must name at least one axis, got none")
+    for name, size in axes.items():
+        if size < 1 and size != -1:
+            raise ConfigError(f"mesh.axes.{name} must be positive, or -1 once for what is left, got {size}")
+    if list(axes.values()).count(-1) > 1:
+        raise ConfigError(f"mesh.axes may hold -1 once, got {axes}")
+    for role in ROLES:
+        used = getattr(cfg.parallel, role)
+        for axis in used:
+            if axis not in axes:
+                raise ConfigError(f"parallel.{role} must use axes of mesh.axes ({', '.join(axes)}), got {axis!r}")
+        if len(set(used)) < len(used):
+            raise ConfigError(f"parallel.{role} must use an axis once, got {list(used)}")
+    for one, other in EXCLUSIVE:
+        both = set(getattr(cfg.parallel, one)) & set(getattr(cfg.parallel, other))
+        if both:
+            raise ConfigError(f"parallel.{one} and parallel.{other} exclude each other on an axis, "
+                              f"got {sorted(both)[0]!r} in both")
+
+
+def _check_sizes(cfg: Config) -> None:
+    m, e = cfg.model, cfg.moe
+    if m.d_model % m.heads or m.d_model // m.heads % 2:
+        raise ConfigError(f"model.d_model must be an even multiple of model.heads={m.heads}, got {m.d_model}")
+    if m.heads % m.kv_heads:
+        raise ConfigError(f"model.heads must be a multiple of model.kv_heads={m.kv_heads}, got {m.heads}")
+    if e.router.k > e.num_experts:
+        raise ConfigError(f"moe.router.k must be at most moe.num_experts={e.num_experts}, got {e.router.k}")
+    if m.layers < m.moe_every:
+        raise ConfigError(f"model.moe_every must be at most model.layers={m.layers}, got {m.moe_every}")
+    split = (
+        ("moe.num_experts", e.num_experts, "expert"), ("moe.d_ff", e.d_ff, "expert_shard"),
+        ("model.heads", m.heads, "model"), ("model.kv_heads", m.kv_heads, "model"), ("model.d_ff", m.d_ff, "model"),
+        ("model.d_model", m.d_model, "fsdp"), ("model.d_ff", m.d_ff, "fsdp"), ("model.vocab", m.vocab, "fsdp"),
+    )
+    for key, size, role in split:
+        sizes = [cfg.mesh.axes[a] for a in getattr(cfg.parallel, role)]
+        if -1 not in sizes and size % math.prod(sizes):
+            raise ConfigError(f"{key} must be divisible by {math.prod(sizes)}, the devices of parallel.{role}, got {size}")
+    if cfg.train.data.kind == "text" and not cfg.train.data.files:
+        raise ConfigError('train.data.files must be a glob pattern for train.data.kind="text", got none')
