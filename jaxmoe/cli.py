@@ -78,7 +78,8 @@ def doctor(as_json: Json = False) -> None:
     import jax
 
     pin_cpu_without_gpu()
-    wanted = {"tokenizers": "train.data.tokenizer", "safetensors": "Hugging Face checkpoints (pip install 'jaxmoe[hf]')"}
+    wanted = {"tokenizers": "train.data.tokenizer",
+              "safetensors": "Hugging Face checkpoints, pip install 'jaxmoe[hf]'"}
     problems = [f"{name} is missing: needed for {use}" for name, use in wanted.items()
                 if importlib.util.find_spec(name) is None]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}

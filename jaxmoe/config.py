@@ -1,4 +1,4 @@
-"""The config: TOML plus dotted overrides, frozen and validated. Every error is one line that names the key to change."""
+"""The config: TOML plus dotted overrides, frozen and validated. An error is one line that names the key to change."""
 
 from __future__ import annotations
 
@@ -238,6 +238,7 @@ def _check_sizes(cfg: Config) -> None:
     for key, size, role in split:
         sizes = [cfg.mesh.axes[a] for a in getattr(cfg.parallel, role)]
         if -1 not in sizes and size % math.prod(sizes):
-            raise ConfigError(f"{key} must be divisible by {math.prod(sizes)}, the devices of parallel.{role}, got {size}")
+            count = math.prod(sizes)
+            raise ConfigError(f"{key} must be divisible by {count}, the devices of parallel.{role}, got {size}")
     if cfg.train.data.kind == "text" and not cfg.train.data.files:
         raise ConfigError('train.data.files must be a glob pattern for train.data.kind="text", got none')

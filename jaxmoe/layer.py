@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class MoE(nnx.Module):
         """token_mask: [B, S] bool, False = padding. forced_experts: [B, S, K] int, -1 = the router chooses."""
         weights = ExpertWeights(self.w_up_EDF[...], self.w_down_EFD[...], _value(self.w_gate_EDF))
         y_BSD, aux = apply(self.spec, self.mesh, self.w_router_DE[...], weights, x_BSD, token_mask, forced_experts)
-        if self.shared_up_EDF is not None:
+        if self.shared_up_EDF is not None and self.shared_down_EFD is not None:
             shared = ExpertWeights(self.shared_up_EDF[...], self.shared_down_EFD[...], _value(self.shared_gate_EDF))
             y_BSD = y_BSD + _shared(x_BSD.astype(self.spec.dtype), shared, self.spec.activation).astype(y_BSD.dtype)
             if token_mask is not None:
@@ -91,13 +91,14 @@ def _value(param):
 
 
 def _shared(x_BSD, w: ExpertWeights, activation: str):
-    rows_ECD = jnp.broadcast_to(x_BSD.reshape(1, -1, x_BSD.shape[-1]), (w.up_EDF.shape[0], x_BSD[..., 0].size, x_BSD.shape[-1]))
+    x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+    rows_ECD = jnp.broadcast_to(x_TD, (w.up_EDF.shape[0], *x_TD.shape))
     return experts(rows_ECD, w, activation).sum(0).reshape(x_BSD.shape)
 
 
 def apply(spec: Spec, mesh, w_router_DE, w: ExpertWeights, x_BSD, token_mask=None, forced_BSK=None):
     """The functional core. Pads batch and sequence to the mesh, and opens the one shard_map."""
-    roles, (B, S, D) = spec.roles, x_BSD.shape
+    roles, (B, S, _) = spec.roles, x_BSD.shape
     if B * S == 0:
         raise ValueError(f"x must hold at least one token, got shape {x_BSD.shape}")
     mask_BS = jnp.ones((B, S), bool) if token_mask is None else token_mask
@@ -107,7 +108,9 @@ def apply(spec: Spec, mesh, w_router_DE, w: ExpertWeights, x_BSD, token_mask=Non
     forced_BSK = jnp.full((B, S, spec.router.k), -1) if forced_BSK is None else forced_BSK
     shards = axes_size(mesh, roles.batch_axes)
     if spec.group != "sequence" and (B % spec.group or spec.group % shards):
-        raise ValueError(f"moe.group must divide the batch {B} and be a multiple of its {shards} shards, got {spec.group}")
+        raise ValueError(
+            f"moe.group must divide the batch {B} and be a multiple of its {shards} shards, got {spec.group}"
+        )
     tokens_per_group = S if spec.group == "sequence" else B * S // spec.group
     extra = (-B % shards, -S % axes_size(mesh, roles.sequence_axes))
     pad = lambda a, fill=0: jnp.pad(a, [(0, extra[0]), (0, extra[1])] + [(0, 0)] * (a.ndim - 2), constant_values=fill)  # noqa: E731
@@ -117,9 +120,9 @@ def apply(spec: Spec, mesh, w_router_DE, w: ExpertWeights, x_BSD, token_mask=Non
     if mesh is not None:
         columns = P(roles.expert, roles.expert_fsdp, roles.expert_shard)
         rows = P(roles.expert, roles.expert_shard, roles.expert_fsdp)
-        weights = ExpertWeights(columns, rows, None if w.gate_EDF is None else columns)
+        weights: Any = (columns, rows, None if w.gate_EDF is None else columns)
         tokens = P(roles.batch_axes, roles.sequence_axes)
-        body = jax.shard_map(body, mesh=mesh, in_specs=(P(roles.fsdp), weights, tokens, tokens, tokens),
+        body = jax.shard_map(body, mesh=mesh, in_specs=(P(roles.fsdp), ExpertWeights(*weights), tokens, tokens, tokens),
                              out_specs=(tokens, P()), check_vma=True)
     y_BSD, aux = body(*args)
     return y_BSD[:B, :S], aux

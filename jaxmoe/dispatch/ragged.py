@@ -1,8 +1,8 @@
 """Dropless dispatch: every pair of a token and a choice reaches its expert, whatever the imbalance.
 
-Shapes are static: one device sends each other one a bucket of T * min(K, local experts) rows, the most that can go there,
-and receives as many from each: T * min(K, local experts) * devices rows of which usually T * K hold tokens. Products cost
-only the rows in use; the exchange and the buffers cost the bound.
+Shapes are static: a device sends each other one a bucket of T * min(K, local experts) rows, the most that can go
+there, and receives as many from each: T * min(K, local experts) * devices rows, of which usually T * K hold tokens.
+Products cost only the rows in use; the exchange and the buffers cost the bound.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ from .slots import Groups, expert_loads
 class Ragged:
     """Dropless: nothing is ever dropped."""
 
-    def __call__(self, x_TD, routing: Routing, valid_T, groups: Groups, w: ExpertWeights, activation: str, roles: Roles):
+    def __call__(
+        self, x_TD, routing: Routing, valid_T, groups: Groups, w: ExpertWeights, activation: str, roles: Roles
+    ):
         """Returns y_TD, dropped pairs (0), and the largest load of an expert in a group."""
-        (T, D), (E, local) = x_TD.shape, (routing.scores_TE.shape[1], w.up_EDF.shape[0])
+        T, (E, local) = x_TD.shape[0], (routing.scores_TE.shape[1], w.up_EDF.shape[0])
         K = routing.experts_TK.shape[1]
         needed = expert_loads(routing, valid_T, groups, roles.sequence_axes).max()
         bucket = T * min(K, local)

@@ -29,7 +29,10 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """C = ceil(capacity_factor * k * tokens_per_group / num_experts) slots per expert and group: the factor counts k."""
+    """C = ceil(capacity_factor * k * tokens_per_group / num_experts) slots per expert and group.
+
+    The factor counts k: 1.0 holds every pair of a balanced routing.
+    """
 
     capacity_factor: float = 1.25
 
@@ -40,7 +43,9 @@ class Slots:
     def capacity(self, k: int, tokens_per_group: int, num_experts: int) -> int:
         return max(1, math.ceil(self.capacity_factor * k * tokens_per_group / num_experts))
 
-    def __call__(self, x_TD, routing: Routing, valid_T, groups: Groups, w: ExpertWeights, activation: str, roles: Roles):
+    def __call__(
+        self, x_TD, routing: Routing, valid_T, groups: Groups, w: ExpertWeights, activation: str, roles: Roles
+    ):
         """Returns y_TD, this device's dropped pairs, and the largest load of an expert in a group."""
         (E, D), K = (routing.scores_TE.shape[1], x_TD.shape[1]), routing.experts_TK.shape[1]
         experts_GNK = routing.experts_TK.reshape(groups.local, -1, K)

@@ -1,10 +1,9 @@
 """Experts as grouped matrix products over rows sorted by expert."""
 
 import jax
-import jax.numpy as jnp
 
 from ..compat import vary_like
-from ..kernels.grouped_matmul import grouped_matmul
+from ..kernels.grouped_matmul import grouped_matmul  # pyright: ignore[reportMissingImports]
 from .dense import ACTIVATIONS, ExpertWeights
 
 

@@ -86,9 +86,10 @@ class Block(nnx.Module):
         if (layer + 1) % m.moe_every:
             self.ffn = DenseFFN(cfg, mesh, roles, rngs)
         else:
+            layout = DISPATCH[e.dispatch.kind](**e.dispatch.model_dump(exclude={"kind"}))
             router = TopK(e.router.k, e.router.score, e.router.normalize, e.router.scale)
             self.ffn = MoE(
-                m.d_model, e.d_ff, e.num_experts, router=router, dispatch=DISPATCH[e.dispatch.kind](**e.dispatch.model_dump(exclude={"kind"})),
+                m.d_model, e.d_ff, e.num_experts, router=router, dispatch=layout,
                 activation=e.activation, shared_experts=e.shared_experts, mesh=mesh, roles=roles, group=e.group,
                 dtype=compute_dtype(cfg), rngs=rngs,
             )

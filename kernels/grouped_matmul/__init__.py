@@ -13,8 +13,8 @@ def grouped_matmul(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax
     """y_RF with y[r] = x[r] @ w[group of r], zero in rows after the last group.
 
     x_RD: rows sorted by group, sum(sizes_E) <= R; what later rows hold does not matter. Work is proportional to the
-    rows in use, rounded up to a tile per group. On GPU this is jax.lax.ragged_dot, which XLA has a kernel for; elsewhere
-    a loop over tiles, because XLA:CPU's ragged_dot multiplies every row by every matrix.
+    rows in use, rounded up to a tile per group. On GPU this is jax.lax.ragged_dot, which XLA has a kernel for;
+    elsewhere a loop over tiles, because XLA:CPU's ragged_dot multiplies every row by every matrix.
     Inside shard_map, w must vary over every mesh axis that x varies over.
     """
     if x_RD.shape[1] != w_EDF.shape[1] or sizes_E.shape != w_EDF.shape[:1]:
