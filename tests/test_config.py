@@ -1,0 +1,60 @@
+"""Every bad config is refused with one line that says what must hold, what was given and which key to change."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from jaxmoe import ConfigError, load_config, make_mesh
+from jaxmoe.config import from_dict
+
+EIGHT = {"mesh": {"axes": {"node": 2, "gpu": 4}}}
+CASES = {
+    "unknown key": ({"moe": {"num_expert": 8}}, r"unknown key moe.num_expert; did you mean 'num_experts'\?"),
+    "unknown nested key": ({"moe": {"router": {"kk": 2}}}, r"unknown key moe.router.kk; did you mean 'k'\?"),
+    "unknown section": ({"modle": {}}, r"unknown key modle; did you mean 'model'\?"),
+    "wrong type": ({"train": {"steps": "many"}}, "train.steps: input should be a valid integer, got 'many'"),
+    "case 30: router": ({"moe": {"router": {"kind": "topkk"}}}, "moe.router.kind: .*'topk', got 'topkk'"),
+    "case 30: dispatch": ({"moe": {"dispatch": {"kind": "slot"}}}, "moe.dispatch: .*'slot'"),
+    "unknown axis": (EIGHT | {"parallel": {"data": ["gpus"]}}, "parallel.data must use axes of mesh.axes .*'gpus'"),
+    "axis twice": (EIGHT | {"parallel": {"data": ["gpu", "gpu"]}}, "parallel.data must use an axis once"),
+    "data + model": (EIGHT | {"parallel": {"data": ["gpu"], "model": ["gpu"]}},
+                     "parallel.data and parallel.model exclude each other on an axis, got 'gpu' in both"),
+    "expert + expert_shard": (EIGHT | {"parallel": {"expert": ["gpu"], "expert_shard": ["gpu"]}},
+                              "parallel.expert and parallel.expert_shard exclude"),
+    "fsdp + model": (EIGHT | {"parallel": {"fsdp": ["gpu"], "model": ["gpu"]}}, "parallel.fsdp and parallel.model exclude"),
+    "case 28: experts": (EIGHT | {"parallel": {"expert": ["node", "gpu"]}, "moe": {"num_experts": 12}},
+                         "moe.num_experts must be divisible by 8, the devices of parallel.expert, got 12"),
+    "k": ({"moe": {"num_experts": 4, "router": {"k": 5}}}, "moe.router.k must be at most moe.num_experts=4, got 5"),
+    "two -1": ({"mesh": {"axes": {"a": -1, "b": -1}}}, "mesh.axes may hold -1 once"),
+}
+
+
+@pytest.mark.parametrize(("tree", "message"), CASES.values(), ids=CASES)
+def test_bad_config_is_refused_in_one_line(tree, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_dict(tree)
+    assert "\n" not in str(caught.value)
+
+
+def test_product_must_be_the_device_count():
+    with pytest.raises(ValueError, match="mesh.axes: the product of .* must be the device count 8, got 6"):
+        make_mesh(from_dict({"mesh": {"axes": {"a": 2, "b": 3}}}))
+    assert math.prod(make_mesh(from_dict({"mesh": {"axes": {"a": 2, "b": -1}}})).shape.values()) == jax.device_count()
+
+
+def test_files_and_overrides(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[moe]\nrouter = { kind = 'topk', k = 2 }\n")
+    cfg = load_config(path, ["moe.router.k=4", "train.run_dir=somewhere", "parallel.data=['device']"])
+    assert (cfg.moe.router.k, cfg.train.run_dir, cfg.parallel.data) == (4, "somewhere", ("device",))
+    with pytest.raises((ValueError, dataclasses.FrozenInstanceError)):
+        cfg.moe.num_experts = 4
+    with pytest.raises(ConfigError, match="override 'moe' must have the form"):
+        load_config(path, ["moe"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.toml")
+    path.write_text("[moe")
+    with pytest.raises(ConfigError, match="must be TOML"):
+        load_config(path)
