@@ -26,6 +26,8 @@ def main() -> None:
     except (ValueError, FileNotFoundError) as e:
         print(f"jaxmoe: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:   # the loop has saved, and said how to go on
+        sys.exit(130)
     except RuntimeError as e:
         print(f"jaxmoe: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(1)

@@ -14,8 +14,9 @@ KEPT_CHECKPOINTS = 2
 CONFIG_FILE = "config.json"
 
 
-def _pure_state(module: nnx.Module, *filters: Any) -> Any:
-    return nnx.to_pure_dict(nnx.state(module, *filters))
+def _pure_state(module: Any, *filters: Any) -> Any:
+    state: Any = nnx.state(module, *filters)
+    return nnx.to_pure_dict(state)
 
 
 def _abstract(tree: Any) -> Any:
@@ -23,8 +24,8 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
-def _load_pure(module: nnx.Module, values: Any, *filters: Any) -> None:
-    state = nnx.state(module, *filters)
+def _load_pure(module: Any, values: Any, *filters: Any) -> None:
+    state: Any = nnx.state(module, *filters)
     nnx.replace_by_pure_dict(state, values)
     nnx.update(module, state)
 

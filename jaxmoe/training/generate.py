@@ -12,14 +12,14 @@ from flax import nnx
 
 
 @nnx.jit
-def _logits_at(model: nnx.Module, window_BS: jax.Array, length: jax.Array) -> jax.Array:
+def _logits_at(model: Any, window_BS: Any, length: Any) -> jax.Array:
     """Logits [V] after the first `length` tokens of row 0; the padding sits at the end."""
     mask_BS = jnp.broadcast_to(jnp.arange(window_BS.shape[1]) < length, window_BS.shape)
     logits_BSV, _ = model(window_BS, token_mask=mask_BS)
     return jax.lax.dynamic_index_in_dim(logits_BSV[0], length - 1, keepdims=False)
 
 
-def _draw(logits_V: np.ndarray, temperature: float, key: jax.Array) -> int:
+def _draw(logits_V: Any, temperature: float, key: jax.Array) -> int:
     logits_V = np.asarray(logits_V, np.float32)
     if temperature == 0.0:
         return int(logits_V.argmax())
@@ -28,7 +28,7 @@ def _draw(logits_V: np.ndarray, temperature: float, key: jax.Array) -> int:
 
 def sample(
     model: nnx.Module,
-    tokens: Sequence[int],
+    tokens: Any,
     num_tokens: int,
     temperature: float,
     key: jax.Array,

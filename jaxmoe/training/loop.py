@@ -261,7 +261,7 @@ def train(cfg: Any, resume: bool = False, quiet: bool = False) -> dict[str, Any]
     options = cfg.train
     run_dir = _check_run_dir(cfg, resume)
     corpus = data_lib.load_corpus(cfg)
-    batches = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed)
+    batches: Any = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed)
     windows = data_lib.heldout_batches(
         corpus.heldout, cfg.model.seq, options.batch, options.eval_batches
     )
