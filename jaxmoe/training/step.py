@@ -128,7 +128,7 @@ def train_step(
         return _total_loss(model, tokens, load_balance_coef, router_z_coef)
 
     (total, metrics), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     before = nnx.state((model, optimizer))
     optimizer.update(model, grads)
     finite = jnp.isfinite(total) & jnp.isfinite(grad_norm)
