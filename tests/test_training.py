@@ -59,7 +59,8 @@ def test_command_line(text, tmp_path):
     config.write_text('[model]\nlayers = 1\nd_model = 16\nheads = 2\nkv_heads = 1\nd_ff = 16\nseq = 16\n'
                       '[moe]\nd_ff = 16\n')
     options = ["--mesh.axes={ device = 8 }", "--parallel.expert=['device']", "--train.data.kind=text",
-               "--train.steps=2", f"--train.data.files={text}", "--train.batch=8", "--train.eval_batches=1", "--train.sample_tokens=1",
+               "--train.steps=2", f"--train.data.files={text}", "--train.batch=8",
+               "--train.eval_batches=1", "--train.sample_tokens=1",
                f"--train.run_dir={run}"]
 
     def cli(*args):
