@@ -20,4 +20,4 @@ test-slow: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
