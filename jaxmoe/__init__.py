@@ -1,6 +1,7 @@
 """jaxmoe: Mixture-of-Experts transformers in JAX, trained across devices."""
 
 from . import collectives as collectives
+from . import linen as linen
 from .config import ConfigError as ConfigError
 from .config import load_config as load_config
 from .dispatch import Ragged as Ragged
