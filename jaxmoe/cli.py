@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -72,6 +72,27 @@ def generate(
 
     text = sample(str(run), prompt, tokens, temperature, seed)
     print(json.dumps({"text": text}) if as_json else text)
+
+
+@app.command()
+def bench(
+    what: Annotated[Literal["layer"], typer.Argument(help="What to measure.")],
+    tokens: Annotated[int, typer.Option(min=1)] = 4096, d_model: Annotated[int, typer.Option(min=1)] = 512,
+    d_ff: Annotated[int, typer.Option(min=1)] = 1024, experts: Annotated[int, typer.Option(min=1)] = 8,
+    k: Annotated[int, typer.Option(min=1)] = 2, devices: Annotated[int, typer.Option(help="Simulated devices.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 5, as_json: Json = False,
+) -> None:
+    """Measure on the present devices, beside a bound: one dense product over as many rows."""
+    import jax
+
+    if pin_cpu_without_gpu():
+        jax.config.update("jax_num_cpu_devices", devices)
+    from .measure.layer import bench_layer
+
+    rows = bench_layer(tokens, d_model, d_ff, experts, k, repeats)
+    print(json.dumps({"rows": rows}) if as_json else "\n".join(
+        f"{r['dispatch']:7s} {r['forward_backward_seconds']:.3f} s forward+backward, {r['ratio']:.2f} of the bound"
+        for r in rows))
 
 
 @app.command()

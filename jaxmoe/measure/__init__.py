@@ -1,0 +1,1 @@
+"""Measurements on the present devices."""
