@@ -10,5 +10,9 @@ from .layer import MoE as MoE
 from .mesh import Roles as Roles
 from .mesh import make_mesh as make_mesh
 from .models import DecoderLM as DecoderLM
+from .routing import Cosine as Cosine
+from .routing import ExpertChoice as ExpertChoice
+from .routing import NoisyTopK as NoisyTopK
+from .routing import Soft as Soft
 from .routing import TopK as TopK
 from .types import Aux as Aux

@@ -37,12 +37,13 @@ def main() -> None:
 def train(
     context: typer.Context, config: Annotated[Path, typer.Argument(help="TOML file.")],
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False, as_json: Json = False,
+    devices: Annotated[int | None, typer.Option(min=1, help="Simulated CPU devices, where there is no GPU.")] = None,
 ) -> None:
     """Train CONFIG. Any key is an option: --moe.router.k=4."""
     from .config import load_config
 
     cfg = load_config(config, overrides(context.args))
-    prepare_devices(cfg)
+    prepare_devices(cfg, devices)
     from .training.loop import train as run
 
     result = run(cfg, resume=resume, quiet=as_json)
@@ -142,10 +143,10 @@ def pin_cpu_without_gpu() -> bool:
     return True
 
 
-def prepare_devices(cfg) -> None:
-    """Simulate as many CPU devices as the mesh has, where there is no GPU."""
+def prepare_devices(cfg, devices: int | None = None) -> None:
+    """Where there is no GPU, simulate `devices` CPU devices; unless given, as many as the mesh has."""
     import jax
 
-    size = math.prod(cfg.mesh.axes.values())
+    size = devices or math.prod(cfg.mesh.axes.values())
     if pin_cpu_without_gpu() and size > 0:
         jax.config.update("jax_num_cpu_devices", size)

@@ -2,7 +2,7 @@
 
 import jax
 
-from .mesh import Axes
+from .types import Axes
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

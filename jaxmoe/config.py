@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 ROLES = ("data", "expert", "expert_shard", "model", "fsdp")
 EXCLUSIVE = (("data", "model"), ("expert", "expert_shard"), ("fsdp", "model"))
+NonNegative = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
@@ -51,14 +54,47 @@ class ModelConfig(Section):
     qk_norm: bool = True
     tied: bool = True
     moe_every: PositiveInt = 1
+    scan: bool = False
+    attention: Literal["auto", "plain", "cudnn"] = "auto"
 
 
 class TopKConfig(Section):
+    """Each token takes its k best experts; with `groups`, out of the best `groups_kept` groups of experts only."""
+
     kind: Literal["topk"] = "topk"
     k: PositiveInt = 2
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool | None = None
     scale: PositiveFloat = 1.0
+    groups: PositiveInt = 1
+    groups_kept: PositiveInt = 1
+    bias_update_rate: NonNegative = 0.0
+
+
+class NoisyTopKConfig(Section):
+    kind: Literal["noisy_topk"] = "noisy_topk"
+    k: PositiveInt = 2
+
+
+class CosineConfig(Section):
+    kind: Literal["cosine"] = "cosine"
+    k: PositiveInt = 1
+    projection_rank: PositiveInt | None = None
+    normalize: bool = False
+
+
+class ExpertChoiceConfig(Section):
+    """Each expert takes its best tokens. Leaks later tokens in a causal model."""
+
+    kind: Literal["expert_choice"] = "expert_choice"
+    capacity_factor: PositiveFloat = 2.0
+
+
+class SoftConfig(Section):
+    """Slots are weighted means of tokens. Leaks later tokens in a causal model."""
+
+    kind: Literal["soft"] = "soft"
+    slots_per_expert: PositiveInt = 1
 
 
 class SlotsConfig(Section):
@@ -70,16 +106,28 @@ class RaggedConfig(Section):
     kind: Literal["ragged"] = "ragged"
 
 
+def _with_kind(kind: str) -> BeforeValidator:
+    """A table without `kind` is of this one."""
+    return BeforeValidator(lambda value: {"kind": kind} | value if isinstance(value, dict) else value)
+
+
+RouterConfig = TopKConfig | NoisyTopKConfig | CosineConfig | ExpertChoiceConfig | SoftConfig
+DispatchConfig = SlotsConfig | RaggedConfig
+TAGS = ("topk", "noisy_topk", "cosine", "expert_choice", "soft", "slots", "ragged")
+
+
 class MoEConfig(Section):
     num_experts: PositiveInt = 8
     d_ff: PositiveInt = 256
     activation: Literal["swiglu", "gelu", "relu"] = "swiglu"
-    router: TopKConfig = TopKConfig()
-    dispatch: Annotated[SlotsConfig | RaggedConfig, Field(discriminator="kind")] = SlotsConfig()
+    router: Annotated[RouterConfig, Field(discriminator="kind"), _with_kind("topk")] = TopKConfig()
+    dispatch: Annotated[DispatchConfig, Field(discriminator="kind"), _with_kind("slots")] = SlotsConfig()
     shared_experts: Annotated[int, Field(ge=0)] = 0
     group: Literal["sequence"] | PositiveInt = "sequence"
-    load_balance_coef: Annotated[float, Field(ge=0)] = 0.01
-    router_z_coef: Annotated[float, Field(ge=0)] = 1e-3
+    load_balance: Literal["switch", "hf", "megatron", "deepseek_seq"] = "switch"
+    load_balance_coef: NonNegative = 0.01
+    router_z_coef: NonNegative = 1e-3
+    importance_coef: NonNegative = 0.0
 
 
 class ScheduleConfig(Section):
@@ -97,12 +145,18 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
+    """batch: sequences of one optimizer step over all devices, computed in `accumulate` equal microbatches."""
+
     steps: PositiveInt = 400
     batch: PositiveInt = 32
     learning_rate: PositiveFloat = 3e-3
-    min_learning_rate: Annotated[float, Field(ge=0)] = 3e-4
+    schedule: Literal["cosine", "constant"] = "cosine"
+    min_learning_rate: NonNegative = 3e-4
     warmup_steps: Annotated[int, Field(ge=0)] = 30
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    b1: Rate = 0.9
+    b2: Rate = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegative = 0.1
     clip_norm: PositiveFloat = 1.0
     accumulate: PositiveInt = 1
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -149,6 +203,8 @@ def from_dict(tree: dict[str, Any]) -> Config:
         raise ConfigError(_message(e)) from None
     _check_mesh(cfg)
     _check_sizes(cfg)
+    _check_router(cfg)
+    _check_train(cfg)
     return cfg
 
 
@@ -178,20 +234,29 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _message(error: ValidationError) -> str:
     """The first fault as one line: key, what must hold, what was given; the nearest name for an unknown key."""
     fault = error.errors()[0]
-    path = [str(p) for p in fault["loc"] if p not in ("slots", "ragged", "literal['sequence']", "constrained-int")]
-    key = ".".join(path)
+    loc = [str(p) for p in fault["loc"] if p not in ("literal['sequence']", "constrained-int")]
+    key = ".".join(p for p in loc if p not in TAGS)
+    if fault["type"] == "union_tag_invalid":
+        tag, tags = fault["ctx"]["tag"], fault["ctx"]["expected_tags"].replace("'", "")
+        return f"{key}.kind must be one of {tags}, got {tag!r}{_nearest(tag, tags.split(', '), '')}"
     if fault["type"] == "extra_forbidden":
-        names = _names(path[:-1])
-        near = difflib.get_close_matches(path[-1], names, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-        return f"unknown key {key}; {hint}"
+        names = _names(loc[:-1])
+        return f"unknown key {key}{_nearest(loc[-1], names, '; known: ' + ', '.join(names))}"
     return f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
 
 
+def _nearest(name: str, names: list[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, names, 1, 0.5)
+    return f"; did you mean {near[0]!r}?" if near else otherwise
+
+
 def _names(path: list[str]) -> list[str]:
-    """Keys that a table may have; of both layouts, where a table may be either."""
+    """Keys of the table at path, in which the kind of a table follows its name."""
     models = [Config]
     for part in path:
+        if part in TAGS:
+            models = [m for m in models if m.model_fields["kind"].default == part]
+            continue
         fields = [m.model_fields[part].annotation for m in models if part in m.model_fields]
         models = [a for f in fields for a in getattr(f, "__args__", (f,)) if isinstance(a, type)]
     return sorted({name for m in models if issubclass(m, BaseModel) for name in m.model_fields})
@@ -226,8 +291,6 @@ def _check_sizes(cfg: Config) -> None:
         raise ConfigError(f"model.d_model must be an even multiple of model.heads={m.heads}, got {m.d_model}")
     if m.heads % m.kv_heads:
         raise ConfigError(f"model.heads must be a multiple of model.kv_heads={m.kv_heads}, got {m.heads}")
-    if e.router.k > e.num_experts:
-        raise ConfigError(f"moe.router.k must be at most moe.num_experts={e.num_experts}, got {e.router.k}")
     if m.layers < m.moe_every:
         raise ConfigError(f"model.moe_every must be at most model.layers={m.layers}, got {m.moe_every}")
     split = (
@@ -240,5 +303,36 @@ def _check_sizes(cfg: Config) -> None:
         if -1 not in sizes and size % math.prod(sizes):
             count = math.prod(sizes)
             raise ConfigError(f"{key} must be divisible by {count}, the devices of parallel.{role}, got {size}")
-    if cfg.train.data.kind == "text" and not cfg.train.data.files:
+
+
+def _check_router(cfg: Config) -> None:
+    e, router = cfg.moe, cfg.moe.router
+    if isinstance(router, (SoftConfig, ExpertChoiceConfig)):
+        if isinstance(router, SoftConfig) and e.dispatch.kind == "ragged":
+            raise ConfigError('moe.dispatch.kind must be "slots" for moe.router.kind="soft", got "ragged"')
+        warnings.warn(f"moe.router.kind={router.kind!r} leaks later tokens to earlier ones in a causal language model: "
+                      "its loss is too low and cannot be reached when generating", UserWarning, stacklevel=3)
+        return
+    experts, of = e.num_experts, "moe.num_experts"
+    if isinstance(router, TopKConfig):
+        if e.num_experts % router.groups:
+            raise ConfigError(f"moe.router.groups must divide moe.num_experts={e.num_experts}, got {router.groups}")
+        if router.groups_kept > router.groups:
+            raise ConfigError(f"moe.router.groups_kept must be at most moe.router.groups={router.groups}, "
+                              f"got {router.groups_kept}")
+        if router.groups_kept < router.groups:
+            experts = e.num_experts // router.groups * router.groups_kept
+            of = "the experts of moe.router.groups_kept groups"
+    if router.k > experts:
+        raise ConfigError(f"moe.router.k must be at most {of}={experts}, got {router.k}")
+    if router.k == 1 and getattr(router, "normalize", None):
+        warnings.warn("moe.router.normalize=true with moe.router.k=1 makes every weight 1: the router gets no gradient "
+                      "from the cross-entropy", UserWarning, stacklevel=3)
+
+
+def _check_train(cfg: Config) -> None:
+    t = cfg.train
+    if t.batch % t.accumulate:
+        raise ConfigError(f"train.batch must be a multiple of train.accumulate={t.accumulate}, got {t.batch}")
+    if t.data.kind == "text" and not t.data.files:
         raise ConfigError('train.data.files must be a glob pattern for train.data.kind="text", got none')

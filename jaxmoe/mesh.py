@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Axes = tuple[str, ...]
+from .types import Axes
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import jax
 
 from ..compat import varying_axes
-from ..mesh import Axes
+from ..types import Axes
 
 
 def all_to_all(x: jax.Array, axes: Axes, split_dim: int = 0, concat_dim: int = 0) -> jax.Array:

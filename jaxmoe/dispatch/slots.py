@@ -1,37 +1,29 @@
 """Capacity-limited dispatch: each expert has C slots per group of tokens; pairs beyond them are dropped.
 
 Which pairs are dropped is defined per group, never per device: inside a group, first choices come before second ones,
-then earlier sequence positions before later ones, then lower batch indices. Packing and unpacking are index gathers,
-forward and backward, so that two runs agree bit for bit.
+then earlier sequence positions before later ones, then lower batch indices.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..collectives import all_gather, all_to_all, psum, reduce_scatter
+from ..collectives import all_gather, all_to_all, reduce_scatter
 from ..experts import ExpertWeights, experts
-from ..mesh import Axes, Roles
-from ..types import Routing, SlotIndex
+from ..mesh import Roles
+from ..routing import Router
+from ..types import Axes, Groups, Mixing, Moved, Routing, RowIndex
 from .rows import pack, unpack
-
-
-class Groups(NamedTuple):
-    """Capacity groups. local: groups on one device; tokens: tokens of a group, on all devices that share it."""
-
-    local: int
-    tokens: int
 
 
 @dataclass(frozen=True)
 class Slots:
     """C = ceil(capacity_factor * k * tokens_per_group / num_experts) slots per expert and group.
 
-    The factor counts k: 1.0 holds every pair of a balanced routing.
+    The factor counts k: 1.0 holds every pair of a balanced routing. Trainers that do not count k need k times theirs.
     """
 
     capacity_factor: float = 1.25
@@ -40,19 +32,23 @@ class Slots:
         if not self.capacity_factor > 0:
             raise ValueError(f"dispatch.capacity_factor must be positive, got {self.capacity_factor}")
 
-    def capacity(self, k: int, tokens_per_group: int, num_experts: int) -> int:
-        return max(1, math.ceil(self.capacity_factor * k * tokens_per_group / num_experts))
+    def capacity(self, router: Router, tokens_per_group: int, num_experts: int) -> int:
+        pairs = router.pairs_per_token(num_experts) * tokens_per_group / num_experts
+        most = router.most_per_expert(tokens_per_group, num_experts)
+        return min(max(1, math.ceil(self.capacity_factor * pairs)), most)
 
     def __call__(
-        self, x_TD, routing: Routing, valid_T, groups: Groups, w: ExpertWeights, activation: str, roles: Roles
-    ):
-        """Returns y_TD, this device's dropped pairs, and the largest load of an expert in a group."""
-        (E, D), K = (routing.scores_TE.shape[1], x_TD.shape[1]), routing.experts_TK.shape[1]
-        experts_GNK = routing.experts_TK.reshape(groups.local, -1, K)
-        where = index(experts_GNK, valid_T.reshape(groups.local, -1), E, self.capacity(K, groups.tokens, E),
-                      roles.sequence_axes)
+        self, x_TD, routing: Routing | Mixing, router: Router, groups: Groups, w: ExpertWeights, activation: str,
+        roles: Roles,
+    ) -> Moved:
+        if isinstance(routing, Mixing):
+            return soft(x_TD, routing, groups, w, activation, roles)
+        E, D = routing.scores_TE.shape[1], x_TD.shape[1]
+        by_group = lambda a: a.reshape(groups.local, -1, a.shape[1])  # noqa: E731
+        where, dropped = index(by_group(routing.experts_TK), by_group(routing.chosen_TK), E,
+                               self.capacity(router, groups.tokens, E), groups.axes)
         out_ECD = exchange(pack(x_TD, where).reshape(E, -1, D), w, activation, roles)
-        return unpack(out_ECD.reshape(-1, D), routing.weights_TK, where), where.dropped, where.needed
+        return Moved(unpack(out_ECD.reshape(-1, D), routing.weights_TK, where), dropped)
 
 
 def exchange(slots_ECD: jax.Array, w: ExpertWeights, activation: str, roles: Roles) -> jax.Array:
@@ -65,24 +61,37 @@ def exchange(slots_ECD: jax.Array, w: ExpertWeights, activation: str, roles: Rol
     return all_to_all(out_ECD, roles.expert)
 
 
-def expert_loads(routing: Routing, valid_T: jax.Array, groups: Groups, axes: Axes) -> jax.Array:
-    """Pairs of each expert in each group [G, E]."""
-    E = routing.scores_TE.shape[1]
-    chosen_TKE = (routing.experts_TK[..., None] == jnp.arange(E)) & valid_T[:, None, None]
-    return psum(chosen_TKE.reshape(groups.local, -1, E).sum(1, dtype=jnp.int32), axes)
+def soft(x_TD, mixing: Mixing, groups: Groups, w: ExpertWeights, activation: str, roles: Roles) -> Moved:
+    """Soft MoE: mix tokens into slots, exchange, mix slots into tokens. A group's devices share its slots out."""
+    (_, _, E, C), D = mixing.pack_GNEC.shape, x_TD.shape[1]
+    x_GND = x_TD.reshape(groups.local, -1, D)
+    slots_CEGD = jnp.einsum("gnec,gnd->cegd", mixing.pack_GNEC.astype(x_TD.dtype), x_GND)
+    padding = -C % _group_size(groups.axes)
+    slots_CEGD = reduce_scatter(jnp.pad(slots_CEGD, ((0, padding), (0, 0), (0, 0), (0, 0))), groups.axes)
+    own = slots_CEGD.shape
+    out_ECD = exchange(slots_CEGD.swapaxes(0, 1).reshape(E, -1, D), w, activation, roles)
+    out_CEGD = all_gather(out_ECD.reshape(E, own[0], groups.local, D).swapaxes(0, 1), groups.axes)[:C]
+    y_GND = jnp.einsum("gnec,cegd->gnd", mixing.unpack_GNEC.astype(out_CEGD.dtype), out_CEGD)
+    return Moved(y_GND.reshape(x_TD.shape), 0 * jnp.isnan(x_TD[0, 0]).astype(jnp.int32))
 
 
-def index(experts_GNK: jax.Array, valid_GN: jax.Array, num_experts: int, capacity: int, axes: Axes) -> SlotIndex:
-    """Assign slots. Tokens of a group are in priority order; `axes` split a group's tokens, in the same order.
+def _group_size(axes: Axes) -> int:
+    return jax.lax.axis_size(axes) if axes else 1
 
-    A device holds min(capacity, N) slots per expert and group, laid out as [E, G, slots].
+
+def index(
+    experts_GNK: jax.Array, chosen_GNK: jax.Array, num_experts: int, capacity: int, axes: Axes
+) -> tuple[RowIndex, jax.Array]:
+    """Assign slots; also the number of this device's pairs that get none.
+
+    Tokens of a group are in priority order; `axes` split a group's tokens, in the same order. A device holds
+    min(capacity, N) slots per expert and group, laid out as [E, G, slots].
     """
     G, N, K = experts_GNK.shape
     E, num_slots = num_experts, min(capacity, N)
-    pairs_GKN = jnp.where(valid_GN[:, None, :], experts_GNK.transpose(0, 2, 1), E)
+    pairs_GKN = jnp.where(chosen_GNK, experts_GNK, E).transpose(0, 2, 1)
     counts_GKE = (pairs_GKN[..., None] == jnp.arange(E)).sum(2, dtype=jnp.int32)
-    kept_GE, needed = _kept(counts_GKE, capacity, axes)
-    kept_GE = jnp.minimum(kept_GE, num_slots)
+    kept_GE = jnp.minimum(_kept(counts_GKE, capacity, axes), num_slots)
     counts_GE = counts_GKE.sum(1)
     start_GE = jnp.cumsum(counts_GE, -1) - counts_GE
     pairs_GP = pairs_GKN.reshape(G, K * N)
@@ -101,12 +110,11 @@ def index(experts_GNK: jax.Array, valid_GN: jax.Array, num_experts: int, capacit
     pair_GES = jnp.take_along_axis(order_GP, source_GES.reshape(G, -1), 1).reshape(source_GES.shape)
     token_GES = np.arange(G)[:, None, None] * N + pair_GES % N
     pair_GES = jnp.where(slots < kept_GE[..., None], token_GES * K + pair_GES // N, G * N * K)
-    pair_S = pair_GES.transpose(1, 0, 2).reshape(-1)
-    return SlotIndex(slot_TK, pair_S, (counts_GE - kept_GE).sum(), needed)
+    return RowIndex(slot_TK, pair_GES.transpose(1, 0, 2).reshape(-1)), (counts_GE - kept_GE).sum()
 
 
-def _kept(counts_GKE: jax.Array, capacity: int, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """How many of this device's pairs each expert keeps, and the largest load of an expert in a group.
+def _kept(counts_GKE: jax.Array, capacity: int, axes: Axes) -> jax.Array:
+    """How many of this device's pairs each expert keeps [G, E].
 
     Kept pairs are a prefix of this device's: if one of its pairs does not fit, no later one does.
     """
@@ -117,5 +125,4 @@ def _kept(counts_GKE: jax.Array, capacity: int, axes: Axes) -> tuple[jax.Array, 
         totals_GKE = all_RGKE.sum(0)
         before_GKE = jnp.where(earlier_R[:, None, None, None], all_RGKE, 0).sum(0)
     before_GKE = before_GKE + jnp.cumsum(totals_GKE, 1) - totals_GKE
-    kept_GE = jnp.clip(capacity - before_GKE, 0, counts_GKE).sum(1)
-    return kept_GE, totals_GKE.sum(1).max()
+    return jnp.clip(capacity - before_GKE, 0, counts_GKE).sum(1)

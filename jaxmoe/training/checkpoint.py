@@ -12,6 +12,8 @@ from flax import nnx
 
 KEPT_CHECKPOINTS = 2
 CONFIG_FILE = "config.json"
+# The model's whole state: parameters, and such as the routers' biases. Random numbers come from seed and step.
+SAVED = nnx.Not(nnx.RngState)
 
 
 def _pure_state(module: Any, *filters: Any) -> Any:
@@ -74,20 +76,20 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                model=ocp.args.StandardSave(_pure_state(model, nnx.Param)),
+                model=ocp.args.StandardSave(_pure_state(model, SAVED)),
                 optimizer=ocp.args.StandardSave(_pure_state(optimizer)),
                 progress=ocp.args.JsonSave({"step": step, "data": data_state}),
             ),
         )
 
     def restore_model(self, model: nnx.Module, step: int | None = None) -> int:
-        """Loads the parameters only; returns the step."""
+        """Loads the model without the optimizer; returns the step."""
         step = self._step(step)
-        abstract = _abstract(_pure_state(model, nnx.Param))
+        abstract = _abstract(_pure_state(model, SAVED))
         restored = self._manager.restore(
             step, args=ocp.args.Composite(model=ocp.args.StandardRestore(abstract))
         )
-        _load_pure(model, restored["model"], nnx.Param)
+        _load_pure(model, restored["model"], SAVED)
         return step
 
     def restore(self, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[int, Any]:
@@ -96,12 +98,12 @@ class Checkpoints:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                model=ocp.args.StandardRestore(_abstract(_pure_state(model, nnx.Param))),
+                model=ocp.args.StandardRestore(_abstract(_pure_state(model, SAVED))),
                 optimizer=ocp.args.StandardRestore(_abstract(_pure_state(optimizer))),
                 progress=ocp.args.JsonRestore(),
             ),
         )
-        _load_pure(model, restored["model"], nnx.Param)
+        _load_pure(model, restored["model"], SAVED)
         _load_pure(optimizer, restored["optimizer"])
         return int(restored["progress"]["step"]), restored["progress"]["data"]
 

@@ -52,7 +52,10 @@ class HuggingFaceCodec:
             raise ValueError(f"train.data.tokenizer must name a tokenizer file, got {path!r}")
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(path)
+        try:
+            self._tokenizer = Tokenizer.from_file(path)
+        except Exception as e:   # the package raises nothing narrower
+            raise ValueError(f"train.data.tokenizer must be a tokenizers JSON file, got {path!r}: {e}") from None
         self.vocab = self._tokenizer.get_vocab_size()
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -165,22 +168,42 @@ class _Windows:
         return f"Windows(length={self._length}, windows={len(self)})"
 
 
-def train_iterator(tokens: np.ndarray, seq: int, batch: int, seed: int) -> Iterator[dict]:
-    """Endless {"tokens": [batch of this process, seq + 1]}; get_state/set_state resume it."""
-    processes, process = jax.process_count(), jax.process_index()
-    if batch % processes:
-        raise ValueError(f"train.batch must be a multiple of {processes} processes, got {batch}")
+def train_iterator(
+    tokens: np.ndarray, seq: int, batch: int, seed: int, rows: np.ndarray | None = None
+) -> Iterator[dict]:
+    """Endless {"tokens": [len(rows), seq + 1]}; get_state/set_state resume it.
+
+    batch: rows of the global batch. rows: those that this process loads (all, if None). Every process draws the same
+    global order, so neither batches nor the state depend on the number of processes.
+    """
     windows = _Windows(tokens, seq + 1)
     if len(windows) < batch:
         raise ValueError(f"train.batch must be at most the {len(windows)} training windows, got {batch}")
+    own = np.arange(batch) if rows is None else rows
     dataset = (
-        grain.MapDataset.source(windows)
+        grain.MapDataset.range(len(windows))
         .shuffle(seed=seed)
-        .repeat()[process::processes]
-        .map(lambda window: {"tokens": window.astype(np.int32)})
-        .batch(batch // processes)
+        .repeat()
+        .batch(batch)
+        .map(lambda indices: {"tokens": np.stack([windows[i] for i in indices[own]]).astype(np.int32)})
     )
     return iter(dataset.to_iter_dataset())
+
+
+def rows_of_process(sharding: jax.sharding.Sharding, batch: int) -> np.ndarray:
+    """Rows of a global batch that lie on this process's devices, sorted."""
+    places = sharding.addressable_devices_indices_map((batch,)).values()
+    return np.unique(np.concatenate([np.arange(batch)[place or ()] for place in places]))
+
+
+def on_devices(local: np.ndarray, rows: np.ndarray, batch: int, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The global [batch, ...] array, made from this process's rows of it."""
+
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        wanted = np.arange(batch)[index[0]]
+        return local[np.searchsorted(rows, wanted)][(slice(None), *index[1:])]
+
+    return jax.make_array_from_callback((batch, *local.shape[1:]), sharding, piece)
 
 
 def heldout_batches(tokens: np.ndarray, seq: int, batch: int, batches: int) -> list[np.ndarray]:

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jaxmoe.mesh import axes_size, batch_sharding, make_mesh, roles_of
@@ -23,7 +25,8 @@ from jaxmoe.training.checkpoint import Checkpoints, has_checkpoints, write_confi
 from jaxmoe.training.generate import sample
 from jaxmoe.training.step import eval_step, init_state, train_step
 
-_WATCHED = ("loss", "grad_norm")
+# Tensor classes that must be finite, in the order in which a fault spreads.
+WATCHED = ("loss", "router losses", "gradients", "parameters")
 
 
 class MetricsLog:
@@ -122,19 +125,19 @@ class Throughput:
         self._seconds = self._window_seconds = 0.0
         self._steps = self._window_steps = 0
 
-    def start(self) -> None:
+    def restart(self) -> None:
+        """What happened since the last call was not training."""
         self._since = time.perf_counter()
 
-    def stop(self, steps: int) -> None:
-        """Counts `steps` steps, finished on the device, since `start`."""
-        if self._since is None:
-            return
-        seconds = time.perf_counter() - self._since
-        self._since = None
-        self._seconds += seconds
-        self._window_seconds += seconds
-        self._steps += steps
-        self._window_steps += steps
+    def count_step(self) -> None:
+        """One more step is finished on the device."""
+        now = time.perf_counter()
+        if self._since is not None:
+            self._seconds += now - self._since
+            self._window_seconds += now - self._since
+            self._steps += 1
+            self._window_steps += 1
+        self._since = now
 
     def take_window(self) -> float | None:
         rate = self._rate(self._window_steps, self._window_seconds)
@@ -150,58 +153,51 @@ class Throughput:
 
 @contextlib.contextmanager
 def _stop_at_step_end() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that a step is never cut in half; a second one interrupts."""
+    """Ctrl-C or SIGTERM sets the event, so that a step is never cut in half; a second one interrupts."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
-    previous = signal.getsignal(signal.SIGINT)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def handle(_signum: int, _frame: Any) -> None:
+    def handle(number: int, _frame: Any) -> None:
         event.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(number, signal.default_int_handler)
 
-    signal.signal(signal.SIGINT, handle)
+    for number in previous:
+        signal.signal(number, handle)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _is_stopped(stop: threading.Event, may_ask: bool) -> bool:
+    """Whether any process was told to stop; asked of the others only where all of them ask (`may_ask`)."""
+    if jax.process_count() == 1:
+        return stop.is_set()
+    return may_ask and bool(np.any(multihost_utils.process_allgather(np.array(stop.is_set()))))
 
 
 def _require_finite(step: int, metrics: dict[str, float]) -> None:
-    bad = [name for name in _WATCHED if not math.isfinite(metrics[name])]
+    bad = [name for name in WATCHED if not metrics["finite_" + name.replace(" ", "_")]]
     if bad:
-        values = ", ".join(f"{name} = {metrics[name]}" for name in bad)
         raise RuntimeError(
-            f"training stopped at step {step}: {' and '.join(bad)} must be finite, got {values}; "
-            "the last good checkpoint is kept (try a lower train.learning_rate)"
+            f"training stopped at step {step}: {' and '.join(bad)} must be finite, got loss = {metrics['loss']}, "
+            f"grad_norm = {metrics['grad_norm']}; the last good checkpoint is kept (try a lower train.learning_rate)"
         )
 
 
 def _token_sharding(cfg: Any, mesh: Mesh) -> NamedSharding:
     roles = roles_of(cfg)
     rows = axes_size(mesh, roles.batch_axes)
-    if cfg.train.batch % rows:
+    if cfg.train.batch % (rows * cfg.train.accumulate):
         raise ValueError(
-            f"train.batch must be divisible by the {rows} devices that the batch is split over "
-            f"(mesh axes {', '.join(roles.batch_axes)}), got {cfg.train.batch}"
+            f"train.batch must be a multiple of the {rows} devices that the batch is split over (mesh axes "
+            f"{', '.join(roles.batch_axes)}) times train.accumulate={cfg.train.accumulate}, got {cfg.train.batch}"
         )
     return batch_sharding(mesh, roles)
-
-
-def _on_devices(tokens: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_process_local_data(sharding, np.asarray(tokens, np.int32))
-
-
-def _process_rows(batch: np.ndarray) -> np.ndarray:
-    """This process's share of a batch that every process holds whole."""
-    rows = len(batch) // jax.process_count()
-    return batch[jax.process_index() * rows : (jax.process_index() + 1) * rows]
-
-
-def _evaluate(model: Any, batches: list[jax.Array]) -> float | None:
-    losses = [eval_step(model, batch)["loss"] for batch in batches]
-    return float(np.mean(jax.device_get(losses))) if losses else None
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
@@ -253,116 +249,176 @@ def _baselines(corpus: data_lib.Corpus, heldout_windows: list[np.ndarray], vocab
     }
 
 
-def train(cfg: Any, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Trains `cfg` into `cfg.train.run_dir`; returns the summary.
+@dataclass
+class Pending:
+    """A dispatched step whose results are still on the devices."""
 
-    Keys: steps, final_loss, eval_loss, tokens_per_second, run_dir, sample, plot.
-    """
-    options = cfg.train
-    run_dir = _check_run_dir(cfg, resume)
-    corpus = data_lib.load_corpus(cfg)
-    batches: Any = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed)
-    windows = data_lib.heldout_batches(
-        corpus.heldout, cfg.model.seq, options.batch, options.eval_batches
-    )
+    step: int
+    metrics: dict[str, jax.Array]
+    eval_losses: list[jax.Array]
+
+
+@dataclass
+class Run:
+    """A training run in progress. Results are read one step late, so that the devices never wait for the host."""
+
+    cfg: Any
+    model: Any
+    optimizer: Any
+    batches: Any
+    heldout: list[jax.Array]
+    place: Any
+    checkpoints: Checkpoints
+    log: MetricsLog | None
+    display: Display
+    rate: Throughput
+    step: int
+    data_state: Any
+    pending: Pending | None = None
+    last: dict[str, float] = field(default_factory=dict)
+    eval_loss: float | None = None
+
+    def advance(self) -> None:
+        """Dispatch one step, then read the results of the one before it."""
+        options, moe = self.cfg.train, self.cfg.moe
+        tokens = self.place(next(self.batches)["tokens"])
+        metrics = train_step(
+            self.model, self.optimizer, tokens, load_balance_coef=moe.load_balance_coef,
+            router_z_coef=moe.router_z_coef, importance_coef=moe.importance_coef, accumulate=options.accumulate,
+            seed=options.seed,
+        )
+        self.step += 1
+        self.data_state = self.batches.get_state()
+        is_eval = _is_due(self.step, options.eval_every, options.steps)
+        losses = [eval_step(self.model, batch)["loss"] for batch in self.heldout] if is_eval else []
+        late, self.pending = self.pending, Pending(self.step, metrics, losses)
+        if late is not None:
+            self._read(late)
+
+    def settle(self) -> None:
+        """Read what is pending; afterwards the state is known to be good."""
+        late, self.pending = self.pending, None
+        if late is not None:
+            self._read(late)
+
+    def save(self) -> None:
+        self.settle()
+        self.checkpoints.save(self.step, self.model, self.optimizer, self.data_state)
+        self.rate.restart()
+
+    def _read(self, late: Pending) -> None:
+        self.last = {name: float(value) for name, value in jax.device_get(late.metrics).items()}
+        _require_finite(late.step, self.last)
+        self.rate.count_step()
+        self.display.advance(late.step)
+        options = self.cfg.train
+        if late.eval_losses:
+            self.eval_loss = float(np.mean(jax.device_get(late.eval_losses)))
+            self.rate.restart()
+        if late.eval_losses or _is_due(late.step, options.log_every, options.steps):
+            self._report(late)
+
+    def _report(self, late: Pending) -> None:
+        shown = {name: value for name, value in self.last.items() if not name.startswith("finite_")}
+        row = {"step": late.step, "eval_loss": self.eval_loss if late.eval_losses else None, **shown,
+               "tokens_per_second": self.rate.take_window()}
+        if self.log is not None:
+            self.log.write(row)
+        self.display.show(row)
+
+
+def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, windows: list[np.ndarray]) -> Run:
+    """State, data and logs; from the last checkpoint with `resume`."""
+    options, run_dir = cfg.train, _check_run_dir(cfg, resume)
     mesh = make_mesh(cfg)
     sharding = _token_sharding(cfg, mesh)
-    heldout = [_on_devices(_process_rows(w), sharding) for w in windows]
-    model, optimizer = init_state(cfg, mesh)
 
-    is_first_process = jax.process_index() == 0
-    if is_first_process:
+    def placer(batch: int):
+        rows = data_lib.rows_of_process(sharding, batch)
+        return rows, lambda local: data_lib.on_devices(local, rows, batch, sharding)
+
+    rows, place = placer(options.batch)
+    batches: Any = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed, rows)
+    eval_rows, place_eval = placer(options.batch // options.accumulate)
+    heldout = [place_eval(window[eval_rows]) for window in windows]
+    model, optimizer = init_state(cfg, mesh)
+    is_first = jax.process_index() == 0
+    if is_first:
         write_config(run_dir, cfg)
     checkpoints = Checkpoints(run_dir)
-    step = 0
-    data_state = batches.get_state()
+    step, data_state = 0, batches.get_state()
     if resume:
         step, data_state = checkpoints.restore(model, optimizer)
         batches.set_state(data_state)
-    log = MetricsLog(run_dir, step) if is_first_process else None
-    display = Display(options.steps, step, quiet or not is_first_process)
+    previous = [row for row in read_metrics(run_dir) if row.get("eval_loss") is not None and row["step"] <= step]
+    log = MetricsLog(run_dir, step) if is_first else None
+    display = Display(options.steps, step, quiet or not is_first)
     if resume:
         display.say(f"resumed at step {step} of {options.steps}")
-    rate = Throughput(options.batch * cfg.model.seq)
-    coefs = {
-        "load_balance_coef": cfg.moe.load_balance_coef,
-        "router_z_coef": cfg.moe.router_z_coef,
-    }
-    previous = [row for row in read_metrics(run_dir) if row.get("eval_loss") is not None]
-    last: dict[str, float] = {"loss": previous[-1]["loss"] if previous else math.nan}
-    eval_loss = previous[-1]["eval_loss"] if previous else None
-    is_compiled = False
+    last = {"loss": previous[-1]["loss"] if previous else math.nan}
+    return Run(cfg, model, optimizer, batches, heldout, place, checkpoints, log, display,
+               Throughput(options.batch * cfg.model.seq), step, data_state, last=last,
+               eval_loss=previous[-1]["eval_loss"] if previous else None)
 
+
+def _steps(run: Run) -> None:
+    """All steps; Ctrl-C saves the last whole one."""
+    options = run.cfg.train
     try:
         with _stop_at_step_end() as stop:
-            while step < options.steps:
-                if is_compiled:
-                    rate.start()
-                tokens = _on_devices(next(batches)["tokens"], sharding)
-                metrics = train_step(model, optimizer, tokens, **coefs)
-                # Reading the metrics waits for the step, so a bad one stops before any save.
-                last = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                rate.stop(1)
-                is_compiled = True
-                _require_finite(step + 1, last)
-                step += 1
-                data_state = batches.get_state()
-                display.advance(step)
-
-                is_eval = _is_due(step, options.eval_every, options.steps)
-                if is_eval:
-                    eval_loss = _evaluate(model, heldout)
-                if is_eval or _is_due(step, options.log_every, options.steps):
-                    row = {
-                        "step": step,
-                        "loss": last["loss"],
-                        "eval_loss": eval_loss if is_eval else None,
-                        "load_balance": last["load_balance"],
-                        "router_z": last["router_z"],
-                        "grad_norm": last["grad_norm"],
-                        "dropped_fraction": last["dropped_fraction"],
-                        "tokens_per_second": rate.take_window(),
-                    }
-                    if log is not None:
-                        log.write(row)
-                    display.show(row)
-                if _is_due(step, options.checkpoint_every, options.steps):
-                    checkpoints.save(step, model, optimizer, data_state)
-                if stop.is_set():
+            while run.step < options.steps:
+                run.advance()
+                if _is_due(run.step, options.checkpoint_every, options.steps):
+                    run.save()
+                if _is_stopped(stop, _is_due(run.step, options.log_every, options.steps)):
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
-        # The optimizer counts its steps, so a step cut in half by a second Ctrl-C shows.
-        if int(optimizer.step[...]) == step:
-            checkpoints.save(step, model, optimizer, data_state)
-        display.close()
-        print(
-            f"interrupted: resume from step {checkpoints.latest_step()} with "
-            "`jaxmoe train CONFIG --resume`",
-            file=sys.stderr,
-        )
+        _save_interrupted(run)
         raise
     finally:
-        display.close()
-        checkpoints.close()
-        if log is not None:
-            log.close()
+        run.display.close()
+        run.checkpoints.close()
+        if run.log is not None:
+            run.log.close()
 
-    baselines = _baselines(corpus, windows, cfg.model.vocab) if is_first_process else {}
-    display = Display(options.steps, step, quiet or not is_first_process)
-    display.close()
-    if eval_loss is not None and baselines:
+
+def _save_interrupted(run: Run) -> None:
+    # The optimizer counts its steps, so a step cut in half by a second Ctrl-C shows.
+    if int(run.optimizer.step[...]) == run.step:
+        run.save()
+    run.checkpoints.wait()
+    run.display.close()
+    step = run.checkpoints.latest_step()
+    if jax.process_index() == 0:
+        print("interrupted: no step was saved" if step is None else f"interrupted: step {step} is saved in "
+              f"{run.cfg.train.run_dir}; go on with `jaxmoe train CONFIG --resume`", file=sys.stderr)
+
+
+def train(cfg: Any, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Trains `cfg` into `cfg.train.run_dir`; returns the summary.
+
+    Keys: steps, final_loss, eval_loss, tokens_per_second, run_dir, sample, plot, baselines.
+    """
+    options, run_dir = cfg.train, Path(cfg.train.run_dir)
+    corpus = data_lib.load_corpus(cfg)
+    windows = data_lib.heldout_batches(corpus.heldout, cfg.model.seq, options.batch // options.accumulate,
+                                       options.eval_batches * options.accumulate)
+    run = _set_up(cfg, resume, quiet, corpus, windows)
+    _steps(run)
+    is_first = jax.process_index() == 0
+    baselines = _baselines(corpus, windows, cfg.model.vocab) if is_first else {}
+    if run.eval_loss is not None and baselines:
         beside = ", ".join(f"{name} {nats:.4f}" for name, nats in baselines.items())
-        display.say(f"held-out {eval_loss:.4f} nats per token ({beside})")
-    text = _sample_text(cfg, model, corpus.codec)
-    display.say(f"sample: {text}")
+        run.display.say(f"held-out {run.eval_loss:.4f} nats per token ({beside})")
+    text = _sample_text(cfg, run.model, corpus.codec)
     return {
-        "steps": step,
-        "final_loss": last["loss"],
-        "eval_loss": eval_loss,
-        "tokens_per_second": rate.overall(),
+        "steps": run.step,
+        "final_loss": run.last["loss"],
+        "eval_loss": run.eval_loss,
+        "tokens_per_second": run.rate.overall(),
         "run_dir": str(run_dir),
         "sample": text,
-        "plot": _save_plot(run_dir, baselines) if is_first_process else None,
+        "plot": _save_plot(run_dir, baselines) if is_first else None,
         "baselines": baselines,
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,42 +11,44 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+Batch = dict[str, jax.Array]
+# Every metric of a microbatch is averaged by its share of valid tokens, but these.
+SUMMED = ("dropped_pairs", "nonfinite_tokens")
+LARGEST = ("sufficient_capacity_factor",)
+
 
 def learning_rate_schedule(cfg: Any) -> optax.Schedule:
-    """Linear warm-up, then cosine down to the minimum at the last optimizer update."""
+    """Linear warm-up, then "constant", or "cosine" down to the minimum at the last step."""
     train = cfg.train
-    # With accumulation the optimizer updates once per `accumulate` steps, and counts updates.
-    updates = max(train.steps // train.accumulate, 1)
-    warmup_updates = min(train.warmup_steps // train.accumulate, updates - 1)
+    warmup = min(train.warmup_steps, train.steps - 1)
+    if train.schedule == "constant":
+        rise = optax.linear_schedule(0.0 if warmup else train.learning_rate, train.learning_rate, max(warmup, 1))
+        return optax.join_schedules([rise, optax.constant_schedule(train.learning_rate)], [warmup])
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if warmup_updates else train.learning_rate,
+        init_value=0.0 if warmup else train.learning_rate,
         peak_value=train.learning_rate,
-        warmup_steps=warmup_updates,
-        decay_steps=max(updates, warmup_updates + 1),
+        warmup_steps=warmup,
+        decay_steps=max(train.steps, warmup + 1),
         end_value=train.min_learning_rate,
     )
 
 
-def _is_matrix(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
+def _is_decayed(params: Any) -> Any:
+    """True for matrices. Norm scales, biases and temperatures stay as they are, also where layers are stacked."""
+
+    def decayed(path: Any, p: Any) -> bool:
+        names = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
+        kept = any(n == "scale" or "norm" in n or "bias" in n or "log_tau" in n for n in names)
+        return p.ndim >= 2 and not kept
+
+    return jax.tree_util.tree_map_with_path(decayed, params)
 
 
 def make_optimizer(cfg: Any) -> optax.GradientTransformation:
-    """Clipped AdamW; vectors such as norm scales are not decayed."""
-    train = cfg.train
-    tx = optax.chain(
-        optax.clip_by_global_norm(train.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(cfg),
-            b1=0.9,
-            b2=0.95,
-            weight_decay=train.weight_decay,
-            mask=_is_matrix,
-        ),
-    )
-    if train.accumulate > 1:
-        tx = optax.MultiSteps(tx, train.accumulate).gradient_transformation()
-    return tx
+    """Clipped AdamW."""
+    t = cfg.train
+    adamw = optax.adamw(learning_rate_schedule(cfg), t.b1, t.b2, t.eps, weight_decay=t.weight_decay, mask=_is_decayed)
+    return optax.chain(optax.clip_by_global_norm(t.clip_norm), adamw)
 
 
 def _place_like_params(opt_state: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -60,10 +64,12 @@ def _place_like_params(opt_state: Any, params: Any, mesh: jax.sharding.Mesh) -> 
         for start in range(len(names)):
             param = by_path.get(names[start:])
             if param is not None and param.shape == leaf.shape:
-                return jax.device_put(leaf, param.sharding)
-        return jax.device_put(leaf, replicated)
+                return param.sharding
+        return replicated
 
-    return jax.tree_util.tree_map_with_path(place, opt_state)
+    shardings = jax.tree_util.tree_map_with_path(place, opt_state)
+    # Under jit rather than device_put, which needs equal values in every process and a transfer.
+    return jax.jit(lambda tree: tree, out_shardings=shardings)(opt_state)
 
 
 def init_state(cfg: Any, mesh: jax.sharding.Mesh) -> tuple[nnx.Module, nnx.Optimizer]:
@@ -80,64 +86,151 @@ def init_state(cfg: Any, mesh: jax.sharding.Mesh) -> tuple[nnx.Module, nnx.Optim
     return model, optimizer
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """Mean nats per token, in float32 whatever the precision of the model."""
-    losses_BS = optax.softmax_cross_entropy_with_integer_labels(
-        logits_BSV.astype(jnp.float32), targets_BS
-    )
-    return losses_BS.mean()
+def global_norm(tree: Any) -> jax.Array:
+    """sqrt(sum of squares) over all leaves, float32: the logical tree's, however its arrays are sharded."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree)))
 
 
-def _metrics(model: nnx.Module, tokens: jax.Array) -> dict[str, jax.Array]:
-    logits_BSV, aux = model(tokens[:, :-1])
-    return {
-        "loss": cross_entropy(logits_BSV, tokens[:, 1:]),
-        "load_balance": aux.losses["load_balance"],
-        "router_z": aux.losses["router_z"],
-        "dropped_fraction": aux.dropped_fraction,
-    }
+def all_finite(tree: Any) -> jax.Array:
+    """True if no floating leaf holds NaN or Inf."""
+    floating = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in floating]))
 
 
-def _total_loss(
-    model: nnx.Module, tokens: jax.Array, load_balance_coef: float, router_z_coef: float
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    metrics = _metrics(model, tokens)
-    total = (
-        metrics["loss"]
-        + load_balance_coef * metrics["load_balance"]
-        + router_z_coef * metrics["router_z"]
-    )
-    return total, metrics
+def as_batch(batch: Batch | jax.Array) -> Batch:
+    """tokens [B, S+1] int; mask: False = padding, neither routed nor scored; loss_mask: False = not a target;
+    segment_ids: document of each token, the first token of a document is no target. All [B, S+1]; all but tokens
+    may be left out. A bare array is the tokens."""
+    return batch if isinstance(batch, dict) else {"tokens": batch}
 
 
-@nnx.jit(static_argnames=("load_balance_coef", "router_z_coef"))
+def target_mask(batch: Batch) -> jax.Array:
+    """[B, S] bool: which targets are scored."""
+    tokens = batch["tokens"]
+    scored_BS = jnp.ones((tokens.shape[0], tokens.shape[1] - 1), bool)
+    if "mask" in batch:
+        scored_BS &= (batch["mask"][:, 1:] & batch["mask"][:, :-1]).astype(bool)
+    if "loss_mask" in batch:
+        scored_BS &= batch["loss_mask"][:, 1:].astype(bool)
+    if "segment_ids" in batch:
+        scored_BS &= batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
+    return scored_BS
+
+
+def counts(batch: Batch) -> jax.Array:
+    """float32 [2]: scored targets, valid input tokens. Each at least 1."""
+    B, length = batch["tokens"].shape
+    valid = batch["mask"][:, :-1].sum() if "mask" in batch else B * (length - 1)
+    return jnp.maximum(jnp.stack([target_mask(batch).sum(), jnp.asarray(valid)]), 1).astype(jnp.float32)
+
+
+def cross_entropy_sum(logits_BSV: jax.Array, targets_BS: jax.Array, scored_BS: jax.Array) -> jax.Array:
+    """Sum of nats over scored targets, in float32 whatever the precision of the model."""
+    losses_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV.astype(jnp.float32), targets_BS)
+    return jnp.where(scored_BS, losses_BS, 0).sum()
+
+
+def call_model(model: Any, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    """logits [B, S, V] and aux on the batch's inputs; key: of the router's noise, for models that take one."""
+    options = {} if key is None or "key" not in inspect.signature(type(model).__call__).parameters else {"key": key}
+    if "mask" in batch:
+        options["token_mask"] = batch["mask"][:, :-1].astype(bool)
+    if "segment_ids" in batch:
+        options["segment_ids"] = batch["segment_ids"][:, :-1]
+    return model(batch["tokens"][:, :-1], **options)
+
+
+def measure(model: Any, batch: Batch, whole: jax.Array, key: jax.Array | None = None) -> dict[str, Any]:
+    """A microbatch's part of the metrics of a batch with counts `whole`: parts sum to the batch's."""
+    logits_BSV, aux = call_model(model, batch, key)
+    share = (counts(batch) / whole)[1]
+    metrics = {**aux.losses, **aux.metrics, "dropped_fraction": aux.dropped_fraction}
+    metrics = {name: m if name in (*SUMMED, *LARGEST) else share * m for name, m in metrics.items()}
+    loss_sum = cross_entropy_sum(logits_BSV, batch["tokens"][:, 1:], target_mask(batch))
+    return {"loss": loss_sum / whole[0], "tokens_per_expert": aux.tokens_per_expert, **metrics}
+
+
+def total_loss(metrics: dict[str, jax.Array], coefs: dict[str, float]) -> jax.Array:
+    """Cross-entropy plus coefficient * auxiliary loss of each name in coefs."""
+    return metrics["loss"] + sum(c * metrics[name] for name, c in coefs.items() if c and name in metrics)
+
+
+def microbatches(batch: Batch, accumulate: int) -> Batch:
+    """[B, ...] -> [A, B/A, ...]. Row r goes to microbatch r % A, so that every device keeps its own rows."""
+    return jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+def gradients(model: Any, batch: Batch, coefs: dict[str, float], accumulate: int = 1, key: jax.Array | None = None):
+    """(metrics, gradients) of the batch, as if it were computed at once, from `accumulate` microbatches.
+
+    Cross-entropy is a mean over all scored targets; auxiliary losses are means over microbatches, weighted by their
+    valid tokens; tokens_per_expert is a sum.
+    """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    whole = counts(batch)
+
+    def loss_fn(params: Any, micro: Batch, key: jax.Array | None):
+        metrics = measure(nnx.merge(graph, params, rest, copy=True), micro, whole, key)
+        return total_loss(metrics, coefs), metrics
+
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if accumulate == 1:
+        grads, metrics = grad_fn(params, batch, key)
+        return metrics, grads
+
+    def body(total: Any, i_micro: Any):
+        i, micro = i_micro
+        grads, metrics = grad_fn(params, micro, None if key is None else jax.random.fold_in(key, i))
+        return jax.tree.map(jnp.add, total, grads), metrics
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    grads, parts = jax.lax.scan(body, zeros, (jnp.arange(accumulate), microbatches(batch, accumulate)))
+    return {n: p.max(0) if n in LARGEST else p.sum(0) for n, p in parts.items()}, grads
+
+
+@partial(nnx.jit, static_argnames=("load_balance_coef", "router_z_coef", "importance_coef", "accumulate", "seed"))
 def train_step(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
-    tokens: jax.Array,
+    batch: Batch | jax.Array,
     load_balance_coef: float = 0.01,
     router_z_coef: float = 1e-3,
+    importance_coef: float = 0.0,
+    accumulate: int = 1,
+    seed: int = 0,
 ) -> dict[str, jax.Array]:
-    """One gradient on tokens [B, S+1]; updates model and optimizer in place.
+    """One optimizer step on a batch (see `as_batch`); updates model and optimizer in place; returns metrics.
 
-    A step whose loss or gradient is not finite leaves both as they were, so the last good
-    state can still be saved by a caller that sees the bad metrics later.
+    A step whose loss, gradients or new parameters are not finite leaves both as they were, so the last good state can
+    still be saved by a caller that sees the bad metrics later. Metrics `finite_...` say which of them was finite.
     """
-
-    def loss_fn(model: nnx.Module) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return _total_loss(model, tokens, load_balance_coef, router_z_coef)
-
-    (total, metrics), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
-    grad_norm = optax.tree.norm(grads)
+    coefs = {"load_balance": load_balance_coef, "router_z": router_z_coef, "importance": importance_coef}
+    key = jax.random.fold_in(jax.random.key(seed), optimizer.step[...])
     before = nnx.state((model, optimizer))
+    metrics, grads = gradients(model, as_batch(batch), coefs, accumulate, key)
     optimizer.update(model, grads)
-    finite = jnp.isfinite(total) & jnp.isfinite(grad_norm)
+    tokens_per_expert = metrics.pop("tokens_per_expert")
+    update_router_bias = getattr(model, "update_router_bias", None)
+    if update_router_bias is not None:
+        update_router_bias(tokens_per_expert)
+    metrics |= {"total": total_loss(metrics, coefs), "grad_norm": global_norm(grads)}
+    metrics |= {
+        "finite_loss": jnp.isfinite(metrics["loss"]),
+        "finite_router_losses": all_finite([metrics[name] for name, c in coefs.items() if c and name in metrics] or
+                                           [metrics["loss"]]),
+        "finite_gradients": jnp.isfinite(metrics["grad_norm"]),
+        "finite_parameters": all_finite(nnx.state(model, nnx.Param)),
+    }
+    finite = jnp.stack([v for name, v in metrics.items() if name.startswith("finite_")]).all()
     after = nnx.state((model, optimizer))
     nnx.update((model, optimizer), jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before))
-    return {**metrics, "grad_norm": grad_norm, "total": total}
+    return metrics
 
 
 @nnx.jit
-def eval_step(model: nnx.Module, tokens: jax.Array) -> dict[str, jax.Array]:
-    """The metrics of tokens [B, S+1] without a gradient."""
-    return _metrics(model, tokens)
+def eval_step(model: nnx.Module, batch: Batch | jax.Array) -> dict[str, jax.Array]:
+    """The metrics of a batch without a gradient, and without the router's noise."""
+    batch = as_batch(batch)
+    metrics = measure(model, batch, counts(batch))
+    metrics.pop("tokens_per_expert")
+    return metrics
