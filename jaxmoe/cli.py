@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,6 +22,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 def main() -> None:
     """Entry point of `jaxmoe`."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except (ValueError, FileNotFoundError) as e:
@@ -33,25 +35,60 @@ def main() -> None:
         sys.exit(1)
 
 
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    """Our warnings in one line on stderr; those of libraries as they are."""
+    if category is UserWarning and "jaxmoe" in filename:
+        print(f"jaxmoe: warning: {message}", file=sys.stderr)
+    else:
+        print(warnings.formatwarning(message, category, filename, lineno, line), file=sys.stderr, end="")
+
+
 @app.command(context_settings=FREE)
 def train(
     context: typer.Context, config: Annotated[Path, typer.Argument(help="TOML file.")],
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False, as_json: Json = False,
-    devices: Annotated[int | None, typer.Option(min=1, help="Simulated CPU devices, where there is no GPU.")] = None,
+    devices: Annotated[int | None, typer.Option(
+        min=1, help="Simulated CPU devices of this process, where there is no GPU.")] = None,
+    coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, in a multi-process run.")] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, help="Processes of the run; SLURM's by itself.")] = None,
+    process_id: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
 ) -> None:
     """Train CONFIG. Any key is an option: --moe.router.k=4."""
     from .config import load_config
+    from .distributed import initialize, process_count, stdout_to_stderr
 
     cfg = load_config(config, overrides(context.args))
-    prepare_devices(cfg, devices)
+    prepare_devices(cfg, devices, process_count(num_processes))
+    initialize(coordinator, num_processes, process_id)
+    import jax
+
     from .training.loop import train as run
 
-    result = run(cfg, resume=resume, quiet=as_json)
+    with stdout_to_stderr():   # Gloo prints whenever it connects
+        result = run(cfg, resume=resume, quiet=as_json)
+    if jax.process_index():
+        return
     if as_json:
         print(json.dumps(result))
         return
     print(f"held-out loss {result['eval_loss']:.4f} nats per token after {result['steps']} steps")
     print(f"loss plot: {result['plot']}\nsample:\n{result['sample']}")
+
+
+@app.command(context_settings=FREE)
+def describe(
+    context: typer.Context, config: Annotated[Path, typer.Argument(help="TOML file.")], as_json: Json = False,
+) -> None:
+    """Show the parameters of CONFIG, how they are sharded, bytes per device and FLOPs, allocating nothing."""
+    from .config import load_config
+
+    cfg = load_config(config, overrides(context.args))
+    pin_cpu_without_gpu()
+    from .training.describe import as_text
+    from .training.describe import describe as found_in
+
+    found = found_in(cfg)
+    print(json.dumps(found) if as_json else as_text(found))
 
 
 @app.command()
@@ -143,10 +180,15 @@ def pin_cpu_without_gpu() -> bool:
     return True
 
 
-def prepare_devices(cfg, devices: int | None = None) -> None:
-    """Where there is no GPU, simulate `devices` CPU devices; unless given, as many as the mesh has."""
+def prepare_devices(cfg, devices: int | None = None, processes: int = 1) -> None:
+    """Where there is no GPU, simulate `devices` CPU devices; unless given, this process's share of the mesh."""
     import jax
 
-    size = devices or math.prod(cfg.mesh.axes.values())
+    size = math.prod(cfg.mesh.axes.values())
+    if size > 0 and size % processes:
+        from .config import ConfigError
+
+        raise ConfigError(f"mesh.axes must have a product divisible by the {processes} processes, got {size}")
+    size = devices or size // processes
     if pin_cpu_without_gpu() and size > 0:
         jax.config.update("jax_num_cpu_devices", size)

@@ -21,8 +21,8 @@ def process_count(num_processes: int | None = None) -> int:
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> bool:
     """Join a multi-process run; True if there is one. Does nothing in a run of one process, or when called again.
 
-    coordinator: "host:port" of process 0, which all reach; with it, num_processes and process_id must be given. Without,
-    a SLURM step of several tasks is joined by itself. On CPUs, collectives go over Gloo (TCP).
+    coordinator: "host:port" of process 0, which all reach; num_processes and process_id go with it. Without them, a
+    SLURM step of several tasks is joined by itself. On CPUs, collectives go over Gloo (TCP).
     """
     import jax
 

@@ -1,4 +1,5 @@
-"""Causal attention."""
+"""Attention, its backends by name, and rotary positions."""
 
-from .plain import causal_attention as causal_attention
+from .plain import BACKENDS as BACKENDS
+from .plain import attend as attend
 from .plain import rope as rope

@@ -3,98 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 
-@nnx.jit
-def _logits_at(model: Any, window_BS: Any, length: Any) -> jax.Array:
-    """Logits [V] after the first `length` tokens of row 0; the padding sits at the end."""
-    mask_BS = jnp.broadcast_to(jnp.arange(window_BS.shape[1]) < length, window_BS.shape)
-    logits_BSV, _ = model(window_BS, token_mask=mask_BS)
-    return jax.lax.dynamic_index_in_dim(logits_BSV[0], length - 1, keepdims=False)
-
-
-def _draw(logits_V: Any, temperature: float, key: jax.Array) -> int:
-    logits_V = np.asarray(logits_V, np.float32)
-    if temperature == 0.0:
-        return int(logits_V.argmax())
-    return int(jax.random.categorical(key, logits_V / temperature))
+@partial(jax.jit, static_argnames="top_k")
+def _draw(logits_V: jax.Array, temperature: float, key: jax.Array, top_k: int | None) -> jax.Array:
+    """A token of softmax(logits / temperature), out of the top_k likeliest; at temperature 0 the likeliest."""
+    if top_k is not None:
+        least = jax.lax.top_k(logits_V, min(top_k, logits_V.size))[0][-1]
+        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+    scaled_V = logits_V / jnp.where(temperature > 0, temperature, 1)
+    return jnp.where(temperature > 0, jax.random.categorical(key, scaled_V), logits_V.argmax())
 
 
 def sample(
-    model: nnx.Module,
-    tokens: Any,
-    num_tokens: int,
-    temperature: float,
-    key: jax.Array,
-    *,
-    window: int = 128,
+    model: Any, tokens: Sequence[int], num_tokens: int, temperature: float, key: jax.Array, *, window: int = 128,
+    top_k: int | None = None,
 ) -> list[int]:
-    """`num_tokens` tokens that follow `tokens`; temperature 0 takes the likeliest.
+    """`num_tokens` tokens that follow `tokens`; temperature 0 takes the likeliest, top_k None may take any.
 
-    A model with `decode(cache, tokens_BS)` and `init_cache(1, length)` is sampled with its
-    cache. Any other is recomputed on the last `window` tokens, one shape, so compiled once.
+    The model sees at most `window` tokens. Of a longer prompt the last `window` count. When the window is full, the
+    text's last half window is read anew, and goes on from there.
     """
     if not len(tokens):
         raise ValueError("the prompt must hold at least one token, got none")
     if temperature < 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
-    if hasattr(model, "decode") and hasattr(model, "init_cache"):
-        return _sample_cached(model, tokens, num_tokens, temperature, key)
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
     text = [int(t) for t in tokens]
+    cache, used, step = model.init_cache(1, window), 0, text[-window:]
     for key_step in jax.random.split(key, num_tokens) if num_tokens else ():
-        recent = text[-window:]
-        window_BS = np.zeros((1, window), np.int32)
-        window_BS[:, : len(recent)] = recent
-        logits_V = _logits_at(model, window_BS, jnp.int32(len(recent)))
-        text.append(_draw(logits_V, temperature, key_step))
-    return text[len(tokens) :]
-
-
-def _sample_cached(
-    model: Any, tokens: Sequence[int], num_tokens: int, temperature: float, key: jax.Array
-) -> list[int]:
-    cache = model.init_cache(1, len(tokens) + num_tokens)
-    step_BS = jnp.asarray(tokens, jnp.int32)[None]
-    drawn: list[int] = []
-    for key_step in jax.random.split(key, num_tokens) if num_tokens else ():
-        logits_BSV, cache = model.decode(cache, step_BS)
-        drawn.append(_draw(logits_BSV[0, -1], temperature, key_step))
-        step_BS = jnp.full((1, 1), drawn[-1], jnp.int32)
-    return drawn
+        if used + len(step) > window:
+            cache, used, step = model.init_cache(1, window), 0, text[-max(window // 2, 1):]
+        logits_BSV, cache = model.decode(cache, jnp.asarray([step], jnp.int32))
+        used += len(step)
+        step = [int(_draw(logits_BSV[0, -1], temperature, key_step, top_k))]
+        text += step
+    return text[len(tokens):]
 
 
 def generate(
-    run_dir: str, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0
+    run_dir: str, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0, top_k: int | None = None
 ) -> str:
-    """The text that the run's newest checkpoint writes after `prompt`."""
-    from jaxmoe.mesh import make_mesh
-    from jaxmoe.models.decoder import DecoderLM
-    from jaxmoe.training.checkpoint import Checkpoints, has_checkpoints, read_config
-    from jaxmoe.training.data import make_codec
+    """The text that the run's newest checkpoint writes after `prompt`, of which the last model.seq tokens count."""
+    from ..mesh import make_mesh
+    from ..models.decoder import DecoderLM
+    from .checkpoint import Checkpoints, has_checkpoints, read_config
+    from .data import make_codec
 
     cfg = read_config(run_dir)
     if not has_checkpoints(run_dir):
         raise ValueError(f"run_dir must hold a checkpoint, got {str(run_dir)!r}")
     codec = make_codec(cfg.train.data.tokenizer)
-    mesh = make_mesh(cfg)
-    model = DecoderLM(cfg, mesh, rngs=nnx.Rngs(cfg.train.seed))
+    model = DecoderLM(cfg, make_mesh(cfg), rngs=nnx.Rngs(cfg.train.seed))
     checkpoints = Checkpoints(run_dir)
     try:
         checkpoints.restore_model(model)
     finally:
         checkpoints.close()
-    drawn = sample(
-        model,
-        codec.encode(prompt.encode()),
-        num_tokens,
-        temperature,
-        jax.random.key(seed),
-        window=cfg.model.seq,
-    )
+    tokens = codec.encode(prompt.encode())
+    drawn = sample(model, tokens, num_tokens, temperature, jax.random.key(seed), window=cfg.model.seq, top_k=top_k)
     return codec.decode(drawn)
