@@ -1,7 +1,7 @@
 """Values that pass between parts, and the legend of shape letters.
 
 B batch, S sequence, T tokens of a device, G capacity groups of a device, N tokens of a group on a device,
-B batch, S sequence, T tokens of a device, G its capacity groups, N tokens of a group on it,
+K choices per token, E experts, C slots per expert, Z slots of all experts, R rows, D model width, F hidden width,
 H heads, V vocabulary.
 """
 
