@@ -332,6 +332,11 @@ def _check_router(cfg: Config) -> None:
 
 def _check_train(cfg: Config) -> None:
     t = cfg.train
+    given = {axis for role in ROLES for axis in getattr(cfg.parallel, role)}
+    for axis, size in cfg.mesh.axes.items():
+        if size > 1 and axis not in given:
+            warnings.warn(f"mesh axis {axis!r} has no role in parallel: its {size} devices all do the same work",
+                          UserWarning, stacklevel=3)
     if t.batch % t.accumulate:
         raise ConfigError(f"train.batch must be a multiple of train.accumulate={t.accumulate}, got {t.batch}")
     if t.data.kind == "text" and not t.data.files:

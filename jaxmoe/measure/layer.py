@@ -1,68 +1,126 @@
-"""Time of the MoE layer beside its bound: one plain dense SwiGLU product over as many rows as the layout holds."""
+"""Time of the MoE layer beside its bound: one plain dense SwiGLU product over as many rows as the layout holds.
+
+The bound has no routing, no exchange and no second expert; same type, same run, same device or devices' cores.
+"""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..dispatch import Ragged, Slots
+from ..dispatch import Dispatch, Ragged, Slots
 from ..layer import MoE
 from ..mesh import Roles
 from ..routing import TopK
 
 
-def seconds_of(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, run in turns so that a noisy machine disturbs all alike."""
-    for f in functions.values():
-        jax.block_until_ready(f())
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, f in functions.items():
-            start = time.perf_counter()
-            jax.block_until_ready(f())
-            times[name].append(time.perf_counter() - start)
-    return {name: median(t) for name, t in times.items()}
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer; tokens are those of the global batch."""
+
+    tokens: int
+    d_model: int
+    d_ff: int
+    num_experts: int
+    k: int
 
 
-def dense(x_RD, gate_DF, up_DF, down_FD):
-    return (jax.nn.silu(x_RD @ gate_DF) * (x_RD @ up_DF)) @ down_FD
+SHAPES = {"a": Shape(4096, 512, 1024, 8, 2), "b": Shape(4096, 512, 256, 32, 4)}
+ROUTINGS: dict[str, float] = {"uniform": 0.0, "zipf": 1.0}
+LAYOUTS: dict[str, Dispatch] = {"slots": Slots(1.0), "ragged": Ragged()}
 
 
-def bench_layer(tokens: int, d_model: int, d_ff: int, num_experts: int, k: int, repeats: int) -> list[dict[str, Any]]:
-    """One row a layout; expert parallelism over all devices, float32."""
+def bench_layer(shape: Shape, routings: dict[str, float] = ROUTINGS, repeats: int = 7) -> list[dict[str, Any]]:
+    """One row a layout and routing: seconds forward and forward + backward, with the bound's.
+
+    Expert parallelism over all devices, float32. routings: name -> exponent a of expert e's popularity (e + 1)^-a.
+    """
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("device",), axis_types=(AxisType.Auto,))
-    roles = Roles(data=("device",), expert=("device",))
-    x_BSD = jax.device_put(jax.random.normal(jax.random.key(0), (count, tokens // count, d_model)),
-                           NamedSharding(mesh, P("device")))
     rows = []
-    for name, dispatch in (("slots", Slots(1.0)), ("ragged", Ragged())):
-        moe = MoE(d_model, d_ff, num_experts, router=TopK(k), dispatch=dispatch, mesh=mesh, roles=roles,
-                  rngs=nnx.Rngs(0))
-        graph, state = nnx.split(moe)
-        slots = isinstance(dispatch, Slots) and num_experts * dispatch.capacity(k, tokens // count, num_experts) * count
-        held = slots or tokens * k
-        x_RD = jax.device_put(jax.random.normal(jax.random.key(1), (held, d_model)), NamedSharding(mesh, P("device")))
-        w = [jax.device_put(v, NamedSharding(mesh, P()))
-             for v in (jnp.ones((d_model, d_ff)), jnp.ones((d_model, d_ff)), jnp.ones((d_ff, d_model)))]
-        layer = lambda s, x, graph=graph: nnx.merge(graph, s)(x)[0]  # noqa: E731
-        forward, plain = jax.jit(layer), jax.jit(dense)
-        both = jax.jit(jax.value_and_grad(lambda s, x, layer=layer: layer(s, x).sum(), (0, 1)))
-        bound = jax.jit(jax.value_and_grad(lambda w, x: dense(x, *w).sum(), (0, 1)))
-        times = seconds_of({
-            "forward": lambda f=forward, s=state: f(s, x_BSD), "forward_bound": lambda f=plain, w=w, x=x_RD: f(x, *w),
-            "both": lambda f=both, s=state: f(s, x_BSD), "both_bound": lambda f=bound, w=w, x=x_RD: f(w, x),
-        }, repeats)
-        rows.append({
-            "dispatch": name, "rows": held, "forward_seconds": times["forward"],
-            "forward_bound_seconds": times["forward_bound"], "forward_backward_seconds": times["both"],
-            "bound_seconds": times["both_bound"], "ratio": times["both"] / times["both_bound"],
-            "tokens_per_second": tokens / times["both"],
-        })
+    for layout, dispatch in LAYOUTS.items():
+        moe = MoE(shape.d_model, shape.d_ff, shape.num_experts, router=TopK(shape.k), dispatch=dispatch, mesh=mesh,
+                  roles=Roles(data=("device",), expert=("device",)), rngs=nnx.Rngs(0))
+        held = _rows_held(dispatch, shape, count)
+        bound = _bound(shape, held)
+        for routing, exponent in routings.items():
+            calls = _layer(moe, shape, mesh, exponent) | bound
+            seconds, spread = seconds_of(calls, repeats)
+            rows.append({
+                "dispatch": layout, "routing": routing, "rows": held,
+                "forward_seconds": seconds["forward"], "forward_bound_seconds": seconds["forward_bound"],
+                "forward_tokens_per_second": shape.tokens / seconds["forward"],
+                "forward_backward_seconds": seconds["both"], "bound_seconds": seconds["both_bound"],
+                "forward_backward_tokens_per_second": shape.tokens / seconds["both"],
+                "ratio": seconds["both"] / seconds["both_bound"], "spread": spread["both"],
+            })
     return rows
+
+
+def seconds_of(calls: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of each call, and (largest - smallest) / median; in turns, so that noise meets all alike."""
+    for call in calls.values():
+        jax.block_until_ready(call())
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - start)
+    middle = {name: median(t) for name, t in times.items()}
+    return middle, {name: (max(t) - min(t)) / middle[name] for name, t in times.items()}
+
+
+def _rows_held(dispatch: Dispatch, shape: Shape, count: int) -> int:
+    """Rows that experts multiply: slots, full or not, or the pairs."""
+    if isinstance(dispatch, Slots):
+        return count * shape.num_experts * dispatch.capacity(TopK(shape.k), shape.tokens // count, shape.num_experts)
+    return shape.tokens * shape.k
+
+
+def _layer(moe: MoE, shape: Shape, mesh: Mesh, exponent: float) -> dict[str, Callable[[], Any]]:
+    count = mesh.size
+    tokens = NamedSharding(mesh, P("device"))
+    x_BSD = jax.random.normal(jax.random.key(0), (count, shape.tokens // count, shape.d_model))
+    forced_BSK = _popular(shape, exponent).reshape(count, -1, shape.k)
+    x_BSD, forced_BSK = jax.device_put(x_BSD, tokens), jax.device_put(forced_BSK, tokens)
+    graph, state = nnx.split(moe)
+
+    def forward(state, x_BSD, forced_BSK):
+        return nnx.merge(graph, state)(x_BSD, forced_experts=forced_BSK)[0]
+
+    def loss(state, x_BSD, forced_BSK):
+        return (forward(state, x_BSD, forced_BSK) ** 2).sum()
+
+    once, both = jax.jit(forward), jax.jit(jax.grad(loss, (0, 1)))
+    return {"forward": lambda: once(state, x_BSD, forced_BSK), "both": lambda: both(state, x_BSD, forced_BSK)}
+
+
+def _popular(shape: Shape, exponent: float) -> np.ndarray:
+    """k different experts a token [T, K], drawn by popularity (Gumbel top-k)."""
+    rng = np.random.default_rng(0)
+    popularity_E = -exponent * np.log(np.arange(1, shape.num_experts + 1))
+    score_TE = popularity_E + rng.gumbel(size=(shape.tokens, shape.num_experts))
+    return np.argsort(-score_TE, 1)[:, : shape.k].astype(np.int32)
+
+
+def _bound(shape: Shape, rows: int) -> dict[str, Callable[[], Any]]:
+    """One expert's product over so many rows, on one device, which here has all cores."""
+    D, F = shape.d_model, shape.d_ff
+    x_RD, gate_DF, up_DF, down_FD = (
+        jax.random.normal(jax.random.key(i), s) * 0.05 for i, s in enumerate(((rows, D), (D, F), (D, F), (F, D))))
+
+    def dense(x_RD, gate_DF, up_DF, down_FD):
+        return (jax.nn.silu(x_RD @ gate_DF) * (x_RD @ up_DF)) @ down_FD
+
+    once = jax.jit(dense)
+    both = jax.jit(jax.grad(lambda *a: (dense(*a) ** 2).sum(), (0, 1, 2, 3)))
+    args = (x_RD, gate_DF, up_DF, down_FD)
+    return {"forward_bound": lambda: once(*args), "both_bound": lambda: both(*args)}

@@ -171,7 +171,7 @@ class DecoderLM(nnx.Module):
         return self._logits(x_BSD)[:B, :S], no_aux(self.num_experts) if aux_L is None else of_layers(aux_L)
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens of `batch` sequences, split over the batch and model axes where it can be."""
+        """An empty cache for `length` tokens of `batch` sequences, split over batch and model axes where possible."""
         groups = (self.layers // self.group,) if self.scan else ()
         shape = (*groups, batch, length, *self.kv_shape)
         return empty(self.mesh, self.roles, len(self.blocks), shape, self.dtype)
@@ -180,8 +180,8 @@ class DecoderLM(nnx.Module):
         """Logits [B, S, V] of the next S tokens, and the cache with them; one compilation for each S.
 
         token_mask: bool, False = padding (prompts of unequal length are padded at the left). With slots, a capacity
-        group is then one sequence's S tokens, whatever moe.group: what is dropped can differ from the full forward. With
-        Ragged nothing is dropped, and logits are the full forward's. Beyond the cache's length logits are NaN.
+        group is then one sequence's S tokens, whatever moe.group: what is dropped can differ from the full forward.
+        With Ragged nothing is dropped, and logits are the full forward's. Beyond the cache's length they are NaN.
         """
         if tokens_BS.shape[1] > cache.valid_BL.shape[1]:
             raise ValueError(f"the cache must be as long as the tokens, {tokens_BS.shape[1]}; "
@@ -202,7 +202,7 @@ class DecoderLM(nnx.Module):
         return logits_BSV, Cache(blocks, valid_BL, constrain(start + S, self.mesh, P()))
 
     def update_router_bias(self, tokens_per_expert_LE: jax.Array) -> None:
-        """Move the balancing biases, once an optimizer step. tokens_per_expert_LE: aux's, of the step's global batch."""
+        """Move the balancing biases, once an optimizer step. tokens_per_expert_LE: of the step's global batch."""
         moes = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE) and block.ffn.bias is not None]
         tokens = tokens_per_expert_LE.reshape(-1, len(moes), self.num_experts) if moes else ()
         for i, moe in enumerate(moes):

@@ -199,7 +199,7 @@ def rows_of_process(sharding: jax.sharding.Sharding, batch: int) -> np.ndarray:
 def on_devices(local: np.ndarray, rows: np.ndarray, batch: int, sharding: jax.sharding.Sharding) -> jax.Array:
     """The global [batch, ...] array, made from this process's rows of it."""
 
-    def piece(index: tuple[slice, ...]) -> np.ndarray:
+    def piece(index: Any) -> np.ndarray:
         wanted = np.arange(batch)[index[0]]
         return local[np.searchsorted(rows, wanted)][(slice(None), *index[1:])]
 

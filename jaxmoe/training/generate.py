@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
@@ -22,8 +23,8 @@ def _draw(logits_V: jax.Array, temperature: float, key: jax.Array, top_k: int | 
 
 
 def sample(
-    model: Any, tokens: Sequence[int], num_tokens: int, temperature: float, key: jax.Array, *, window: int = 128,
-    top_k: int | None = None,
+    model: Any, tokens: Sequence[int] | np.ndarray, num_tokens: int, temperature: float, key: jax.Array, *,
+    window: int = 128, top_k: int | None = None,
 ) -> list[int]:
     """`num_tokens` tokens that follow `tokens`; temperature 0 takes the likeliest, top_k None may take any.
 

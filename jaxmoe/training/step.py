@@ -19,18 +19,14 @@ LARGEST = ("sufficient_capacity_factor",)
 
 def learning_rate_schedule(cfg: Any) -> optax.Schedule:
     """Linear warm-up, then "constant", or "cosine" down to the minimum at the last step."""
-    train = cfg.train
-    warmup = min(train.warmup_steps, train.steps - 1)
-    if train.schedule == "constant":
-        rise = optax.linear_schedule(0.0 if warmup else train.learning_rate, train.learning_rate, max(warmup, 1))
-        return optax.join_schedules([rise, optax.constant_schedule(train.learning_rate)], [warmup])
+    t = cfg.train
+    warmup = min(t.warmup_steps, t.steps - 1)
+    start = 0.0 if warmup else t.learning_rate
+    if t.schedule == "constant":
+        rise = optax.linear_schedule(start, t.learning_rate, max(warmup, 1))
+        return optax.join_schedules([rise, optax.constant_schedule(t.learning_rate)], [warmup])
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if warmup else train.learning_rate,
-        peak_value=train.learning_rate,
-        warmup_steps=warmup,
-        decay_steps=max(train.steps, warmup + 1),
-        end_value=train.min_learning_rate,
-    )
+        start, t.learning_rate, warmup, max(t.steps, warmup + 1), end_value=t.min_learning_rate)
 
 
 def _is_decayed(params: Any) -> Any:

@@ -21,8 +21,7 @@ def grouped_matmul(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax
         raise ValueError(
             f"x [R, D], w [E, D, F] and sizes [E] must agree, got {x_RD.shape}, {w_EDF.shape} and {sizes_E.shape}"
         )
-    used_R1 = (jnp.arange(x_RD.shape[0]) < sizes_E.sum())[:, None]
-    x_RD = jnp.where(used_R1, x_RD, 0)
     if jax.default_backend() == "gpu":
-        return jnp.where(used_R1, jax.lax.ragged_dot(x_RD, w_EDF, sizes_E), 0)
+        used_R1 = (jnp.arange(x_RD.shape[0]) < sizes_E.sum())[:, None]
+        return jnp.where(used_R1, jax.lax.ragged_dot(jnp.where(used_R1, x_RD, 0), w_EDF, sizes_E), 0)
     return _tiled(x_RD, w_EDF, sizes_E)
