@@ -115,22 +115,19 @@ def generate(
 @app.command()
 def bench(
     what: Annotated[Literal["layer"], typer.Argument(help="What to measure.")],
-    tokens: Annotated[int, typer.Option(min=1)] = 4096, d_model: Annotated[int, typer.Option(min=1)] = 512,
-    d_ff: Annotated[int, typer.Option(min=1)] = 1024, experts: Annotated[int, typer.Option(min=1)] = 8,
-    k: Annotated[int, typer.Option(min=1)] = 2, devices: Annotated[int, typer.Option(help="Simulated devices.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1)] = 5, as_json: Json = False,
+    shape: Annotated[Literal["a", "b"], typer.Option(help="a: 8 experts, top-2. b: 32 narrow experts, top-4.")] = "a",
+    devices: Annotated[int, typer.Option(min=1, help="Simulated devices, where there is no GPU.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 7, as_json: Json = False,
 ) -> None:
     """Measure on the present devices, beside a bound: one dense product over as many rows."""
     import jax
 
     if pin_cpu_without_gpu():
         jax.config.update("jax_num_cpu_devices", devices)
-    from .measure.layer import bench_layer
+    from .measure.layer import SHAPES, as_text, bench_layer
 
-    rows = bench_layer(tokens, d_model, d_ff, experts, k, repeats)
-    print(json.dumps({"rows": rows}) if as_json else "\n".join(
-        f"{r['dispatch']:7s} {r['forward_backward_seconds']:.3f} s forward+backward, {r['ratio']:.2f} of the bound"
-        for r in rows))
+    rows = bench_layer(SHAPES[shape], repeats=repeats)
+    print(json.dumps({"rows": rows}) if as_json else as_text(rows))
 
 
 @app.command()

@@ -237,7 +237,8 @@ def _message(error: ValidationError) -> str:
     loc = [str(p) for p in fault["loc"] if p not in ("literal['sequence']", "constrained-int")]
     key = ".".join(p for p in loc if p not in TAGS)
     if fault["type"] == "union_tag_invalid":
-        tag, tags = fault["ctx"]["tag"], fault["ctx"]["expected_tags"].replace("'", "")
+        context = fault.get("ctx", {})
+        tag, tags = context["tag"], context["expected_tags"].replace("'", "")
         return f"{key}.kind must be one of {tags}, got {tag!r}{_nearest(tag, tags.split(', '), '')}"
     if fault["type"] == "extra_forbidden":
         names = _names(loc[:-1])

@@ -55,7 +55,8 @@ def inputs(batch=B, sequence=S, width=D):
 
 
 def weights_of(moe):
-    w = {"router": moe.router["w_DE"], "up": moe.w_up_EDF, "down": moe.w_down_EFD, "gate": moe.w_gate_EDF}
+    gate = getattr(moe, "w_gate_EDF", None)
+    w = {"router": moe.router["w_DE"], "up": moe.w_up_EDF, "down": moe.w_down_EFD, "gate": gate}
     return {k: np.asarray(p[...]) for k, p in w.items() if p is not None}
 
 

@@ -204,7 +204,8 @@ def test_not_finite_is_named_and_changes_nothing(where, named, monkeypatch, text
 
 
 def test_batch_must_fit_microbatches_and_devices(text, tmp_path):
-    with pytest.raises(ValueError, match="train.batch must be a multiple of the 8 devices .* train.accumulate=2, got 8"):
+    message = "train.batch must be a multiple of the 8 devices .* train.accumulate=2, got 8"
+    with pytest.raises(ValueError, match=message):
         train(from_dict(tree(text, tmp_path / "run", accumulate=2)), quiet=True)
 
 
@@ -250,7 +251,7 @@ def test_tokenizer_file(text, tmp_path):
 def test_batches_do_not_depend_on_the_number_of_processes():
     tokens = np.arange(1000)
     whole = next(data_lib.train_iterator(tokens, 8, 4, 0))["tokens"]
-    parts = [next(data_lib.train_iterator(tokens, 8, 4, 0, rows))["tokens"] for rows in (np.array([0, 1]), np.array([2, 3]))]
+    parts = [next(data_lib.train_iterator(tokens, 8, 4, 0, np.array(rows)))["tokens"] for rows in ([0, 1], [2, 3])]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 

@@ -54,6 +54,6 @@ def empty(mesh: Mesh | None, roles: Roles, blocks: int, shape: tuple[int, ...], 
     return jax.jit(make)()
 
 
-def written(buffer_BL: jax.Array, new_BS: jax.Array, start: jax.Array) -> jax.Array:
+def written(buffer_BL: jax.Array, new_BS: jax.Array, start: jax.Array | int) -> jax.Array:
     """buffer with `new` from position `start` on."""
     return jax.lax.dynamic_update_slice_in_dim(buffer_BL, new_BS.astype(buffer_BL.dtype), start, 1)

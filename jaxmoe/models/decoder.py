@@ -26,14 +26,14 @@ class Context(NamedTuple):
 
     positions_BS: rotary positions. mask_BSL: keys that each query may see; None = all that causality allows.
     token_mask, segment_ids: [B, S] or None, as the model got them. start: () int32, position of the first token in the
-    cache, or None without one.
+    cache; 0 without one.
     """
 
     positions_BS: jax.Array
     mask_BSL: jax.Array | None = None
     token_mask: jax.Array | None = None
     segment_ids: jax.Array | None = None
-    start: jax.Array | None = None
+    start: jax.Array | int = 0
 
 
 class RMSNorm(nnx.Module):
@@ -204,7 +204,7 @@ class DecoderLM(nnx.Module):
     def update_router_bias(self, tokens_per_expert_LE: jax.Array) -> None:
         """Move the balancing biases, once an optimizer step. tokens_per_expert_LE: of the step's global batch."""
         moes = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE) and block.ffn.bias is not None]
-        tokens = tokens_per_expert_LE.reshape(-1, len(moes), self.num_experts) if moes else ()
+        tokens = tokens_per_expert_LE.reshape(-1, max(len(moes), 1), self.num_experts)
         for i, moe in enumerate(moes):
             update = nnx.vmap(MoE.update_bias) if self.scan else MoE.update_bias
             update(moe, tokens[:, i] if self.scan else tokens[0, i])
@@ -225,7 +225,7 @@ class DecoderLM(nnx.Module):
         run = scanned if self.scan else unrolled
         return run(self.blocks, self.remat, x_BSD, context, cache, keys)
 
-    def _padded(self, tokens_BS, token_mask, segment_ids):
+    def _padded(self, tokens_BS, token_mask, segment_ids) -> tuple[Any, Any, Any]:
         """The batch with padding up to multiples of the mesh."""
         B, S = tokens_BS.shape
         extra = (-B % axes_size(self.mesh, self.roles.batch_axes), -S % axes_size(self.mesh, self.roles.sequence_axes))
@@ -263,7 +263,7 @@ def _check_sizes(m, shards: int) -> None:
                          f"got {m.layers}")
 
 
-def _positions(segment_ids, shape: tuple[int, int]) -> jax.Array:
+def _positions(segment_ids: Any, shape: tuple[int, ...]) -> jax.Array:
     """Positions [B, S] that start at 0 in every document."""
     index_BS = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if segment_ids is None:

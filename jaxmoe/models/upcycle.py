@@ -44,11 +44,8 @@ def _copy_block(source: Block, target: Block) -> None:
         jax.tree.map(_copy, *(nnx.state(getattr(block, name)) for block in (source, target)), is_leaf=_is_variable)
     moe, ffn = target.ffn, source.ffn
     assert isinstance(ffn, DenseFFN)
-    pairs = ((ffn.w_up, "w_up"), (ffn.w_gate, "w_gate"), (ffn.w_down, "w_down"))
-    ends = {"w_up": "_EDF", "w_gate": "_EDF", "w_down": "_EFD"} if isinstance(moe, MoE) else dict.fromkeys(
-        ("w_up", "w_gate", "w_down"), "")
-    for param, name in pairs:
-        _copy(param, getattr(moe, name + ends[name]))
+    for name, experts in (("w_up", "w_up_EDF"), ("w_gate", "w_gate_EDF"), ("w_down", "w_down_EFD")):
+        _copy(getattr(ffn, name), getattr(moe, experts if isinstance(moe, MoE) else name))
 
 
 def _is_variable(x) -> bool:
