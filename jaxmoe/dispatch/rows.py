@@ -18,7 +18,7 @@ def with_zero_row(x_RD: jax.Array) -> jax.Array:
     return jnp.concatenate([x_RD, jnp.zeros_like(x_RD[:1])])
 
 
-def _sum_over_choices(rows_RD, row_TK, weights_TK=None) -> jax.Array:
+def sum_over_choices(rows_RD, row_TK, weights_TK=None) -> jax.Array:
     """sum_k weights_TK * rows_RD[row_TK] in at least float32, k in order; without weights, the sum of the rows."""
     K, num_rows = row_TK.shape[1], rows_RD.shape[0]
     wide = jnp.promote_types(rows_RD.dtype, jnp.float32)
@@ -50,7 +50,7 @@ def _pack_fwd(x_TD, where):
 
 
 def _pack_bwd(where, g_RD):
-    return _sum_over_choices(g_RD, where.row_TK).astype(g_RD.dtype), None
+    return sum_over_choices(g_RD, where.row_TK).astype(g_RD.dtype), None
 
 
 pack.defvjp(_pack_fwd, _pack_bwd)
@@ -59,7 +59,7 @@ pack.defvjp(_pack_fwd, _pack_bwd)
 @jax.custom_vjp
 def unpack(y_RD: jax.Array, weights_TK: jax.Array, where: RowIndex) -> jax.Array:
     """sum_k weights_TK * (the pair's row of y_RD, zero if it has none), in at least float32, k in order."""
-    return _sum_over_choices(y_RD, where.row_TK, weights_TK)
+    return sum_over_choices(y_RD, where.row_TK, weights_TK)
 
 
 def _unpack_fwd(y_RD, weights_TK, where):

@@ -79,10 +79,15 @@ def statistics(
     routing: Routing | Mixing, tokens: Tokens, groups: Groups, dropped: Array, nonfinite: Array, balance: str,
     axes: Axes, fair_load: float,
 ) -> Aux:
-    """Losses and metrics, the same on every device. fair_load: pairs of an expert in a group if all had as many.
+    """Losses and metrics, the same on every device. fair_load: pairs of an expert in a group if all had as many."""
+    local = tally(routing, tokens, groups, dropped, nonfinite, balance)
+    return conclusions(total(local, groups, axes), balance, fair_load)
 
-    Communicates one sum of a few numbers per expert, one maximum, and what `_documents` and split groups need.
-    """
+
+def tally(
+    routing: Routing | Mixing, tokens: Tokens, groups: Groups, dropped: Array, nonfinite: Array, balance: str,
+) -> Sums:
+    """One device's sums over its tokens, and loads_GE, the pairs of each group."""
     usage = usage_of(routing, tokens.valid_T)
     dtype = usage.scores_TE.dtype
     p_TE = usage.scores_TE / jnp.maximum(usage.scores_TE.sum(-1, keepdims=True), 1e-20)
@@ -92,12 +97,23 @@ def statistics(
         "nonfinite": nonfinite.astype(dtype),
         "z": jnp.where(tokens.valid_T, jax.nn.logsumexp(routing.logits_TE, -1) ** 2, 0).sum(),
         "entropy": -jax.scipy.special.xlogy(p_TE, jax.lax.stop_gradient(p_TE)).sum(),
+        "loads_GE": usage.pairs_TE.reshape(groups.local, -1, usage.pairs_TE.shape[1]).sum(1),
     }
     if LOAD_BALANCE[balance] is deepseek_seq:
         sums |= _documents(usage.pairs_TE, p_TE, tokens, groups)
-    vector, back = ravel_pytree(sums)
-    sums = back(psum(vector, axes))
-    loads_GE = psum(usage.pairs_TE.reshape(groups.local, -1, usage.pairs_TE.shape[1]).sum(1), groups.axes)
+    return sums
+
+
+def total(local: Sums, groups: Groups, axes: Axes) -> Sums:
+    """Sums over all devices in one small all-reduce, and "largest_load", a maximum over them."""
+    local = dict(local)
+    loads_GE = psum(jax.lax.stop_gradient(local.pop("loads_GE")), groups.axes)
+    vector, back = ravel_pytree(local)
+    return back(psum(vector, axes)) | {"largest_load": pmax(loads_GE.max(), axes)}
+
+
+def conclusions(sums: Sums, balance: str, fair_load: float) -> Aux:
+    """Losses and metrics, from sums over all devices."""
     pairs = jnp.maximum(sums["pairs_E"].sum(), 1)
     losses = {"load_balance": LOAD_BALANCE[balance](sums), "router_z": router_z(sums), "importance": importance(sums)}
     metrics = {
@@ -106,7 +122,7 @@ def statistics(
         "max_over_mean_load": sums["pairs_E"].max() * sums["pairs_E"].size / pairs,
         "dead_experts": (sums["pairs_E"] == 0).sum(),
         "router_entropy": sums["entropy"] / jnp.maximum(sums["tokens"], 1),
-        "sufficient_capacity_factor": pmax(loads_GE.max(), axes) / fair_load,
+        "sufficient_capacity_factor": sums["largest_load"] / fair_load,
     }
     return Aux(losses, sums["pairs_E"], sums["dropped"] / pairs, jax.lax.stop_gradient(metrics))
 

@@ -1,0 +1,430 @@
+"""The task graph of a segment of transformer blocks: what must be done, forward and backward.
+
+    x ─ attn_in ─ attend ─ attn_out ─ h ─ route ─ pack ─ dispatch ─ experts_up ─ experts_down ─ combine ─ unpack ─ x
+         │                    │                              │                        │
+         model_gather         model_scatter                  expert_gather            expert_reduce     (where split)
+
+MoE work is cut along slots (`chunk="slots"`: routing and drops are those of the uncut layer), or whole token parts are
+cut along the batch or the sequence. A value is named family.part[.chunk]@layer, its cotangent "d:" + that. Values that
+a backward task needs and that are not saved are recomputed by tasks of the backward pass. Gradients of parameters are
+reduced one segment later ("pending"), so that a schedule can place them anywhere in the pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from .tasks import STREAMS, Degrees, Pass, Task, TaskGraph
+
+Pairs = tuple[tuple[str, Any], ...]
+
+# Families of values that hold integers: they have no cotangent.
+INTEGERS = frozenset({"choice", "sizes"})
+# What is kept by default: with these, the backward pass repeats no matrix product but attention's scores.
+SAVED = ("x", "q", "k", "v", "o", "h", "weights", "scores", "logits", "choice", "sizes", "rows", "hidden", "back",
+         "shared_hidden", "n", "sums")
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of one layer. shape: on a device, when whole. gather: axes that only store it, over its dim
+    `gather_dim`. reduce: axes that it is replicated over and that its gradient is summed over."""
+
+    name: str
+    group: str
+    shape: tuple[int, ...]
+    gather: tuple[str, ...] = ()
+    gather_dim: int = 0
+    reduce: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows lo to hi of a parameter's gradient (its first dim)."""
+
+    param: Param
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stack of equal blocks, as one device sees it.
+
+    batch, seq: a device's sequences, and positions of each. rows: slots of one expert that a device fills (layout
+    "slots"), or rows that it sends to each device with experts ("ragged"). attention: False = MoE layers only, without
+    residual sums.
+    layers: of the stack; segment: layers that are planned together, and repeated. axes: mesh axis -> size. links: mesh
+    axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params: of one layer.
+    """
+
+    batch: int
+    seq: int
+    d_model: int
+    d_ff: int
+    num_experts: int
+    k: int
+    rows: int
+    layout: Literal["slots", "ragged"] = "slots"
+    chunk: Literal["slots", "batch", "sequence"] = "slots"
+    gated: bool = True
+    shared_experts: int = 0
+    attention: bool = False
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+    layers: int = 1
+    segment: int = 1
+    bytes_per_value: int = 4
+    axes: Pairs = ()
+    links: Pairs = ()
+    roles: Pairs = ()
+    params: tuple[Param, ...] = ()
+
+    def __post_init__(self):
+        if self.layers % self.segment:
+            raise ValueError(f"model.layers must be a multiple of schedule.segment={self.segment}, got {self.layers}")
+        for axis, link in self.links:
+            if link not in STREAMS[1:]:
+                raise ValueError(f"links.{axis} must be one of {', '.join(STREAMS[1:])}, got {link!r}")
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Any]) -> Block:
+        """From what JSON holds."""
+        pairs = lambda value: tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in value)  # noqa: E731
+        params = tuple(Param(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
+                       for p in tree["params"])
+        return Block(**{**tree, **{k: pairs(tree[k]) for k in ("axes", "links", "roles")}, "params": params})
+
+    def role(self, name: str) -> tuple[str, ...]:
+        return dict(self.roles).get(name, ())
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        return prod(dict(self.axes)[a] for a in axes)
+
+    def streams(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Links that a collective over these axes holds; "inter" where nothing is said."""
+        used = {dict(self.links).get(a, "inter") for a in axes if dict(self.axes)[a] > 1}
+        return tuple(s for s in STREAMS[1:] if s in used) or ("inter",)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    def graph(self, degrees: Degrees, saved: tuple[str, ...], slices: int) -> TaskGraph:
+        """saved: names of families to keep for the backward pass."""
+        self._check(degrees)
+        forward = _Builder(self, degrees.moe_forward, degrees.dense_forward).segment()
+        again = _Builder(self, degrees.moe_backward, degrees.dense_backward).segment()
+        backward = _backward(self, again, frozenset(saved), slices)
+        return TaskGraph(Pass(tuple(forward)), Pass(tuple(backward)), Pass(tuple(again)))
+
+    def _check(self, d: Degrees) -> None:
+        if self.chunk == "slots":
+            for name, degree in (("dense_forward", d.dense_forward), ("dense_backward", d.dense_backward)):
+                if degree != 1:
+                    raise ValueError(f"schedule.degrees.{name} must be 1 for chunks along slots, got {degree}")
+            if self.layout == "ragged" and d.moe_forward != d.moe_backward:
+                raise ValueError("schedule.degrees: moe_forward and moe_backward must be equal for ragged dispatch, "
+                                 f"got {d.moe_forward} and {d.moe_backward}")
+            return
+        size, dim = (self.batch, "sequences") if self.chunk == "batch" else (self.seq, "positions")
+        if (d.moe_forward, d.dense_forward) != (d.moe_backward, d.dense_backward):
+            raise ValueError(f"schedule.degrees: forward and backward must be equal for chunks along the {self.chunk}, "
+                             f"got {d}")
+        for name, degree in dataclasses.asdict(d).items():
+            if size % degree:
+                raise ValueError(f"schedule.degrees.{name} must divide the device's {size} {dim}, got {degree}")
+        if max(d.moe_forward, d.dense_forward) % min(d.moe_forward, d.dense_forward):
+            raise ValueError(f"schedule.degrees: moe and dense degrees must divide one another, got {d}")
+
+
+def family(value: str) -> str:
+    """"rows.0.1@2" -> "rows"; "d:x.0@0" -> "x"."""
+    return value.removeprefix("d:").partition("@")[0].partition(".")[0]
+
+
+def cover(part: int, parts: int, others: int) -> range:
+    """Which of `others` equal pieces overlap piece `part` of `parts`."""
+    return range(part * others // parts, max(part * others // parts + 1, (part + 1) * others // parts))
+
+
+class _Builder:
+    """Tasks of a forward segment at given degrees."""
+
+    def __init__(self, block: Block, moe: int, dense: int):
+        self.b, self.dense = block, dense
+        slots = block.chunk == "slots"
+        self.parts, self.chunks = (1, moe) if slots else (moe, 1)
+        self.tasks: list[Task] = []
+
+    def segment(self) -> list[Task]:
+        for layer in range(self.b.segment):
+            self.layer = layer
+            self._params()
+            if self.b.attention:
+                self._attention()
+            for part in range(self.parts):
+                self._moe(part)
+            self._statistics()
+        return self.tasks
+
+    def add(self, verb, index, reads, writes, axes=None, kind="memory", flops=0.0, count=0.0):
+        """index: part and chunk. axes: of a collective. count: values sent, or moved through memory."""
+        at = f"@{self.layer}"
+        name = ".".join((verb, *map(str, index))) + at
+        streams = ("compute",) if axes is None else self.b.streams(axes)
+        self.tasks.append(Task(name, verb, streams, tuple(r + at for r in reads), tuple(w + at for w in writes), kind,
+                               float(flops), float(count * self.b.bytes_per_value), self.layer,
+                               index[-1] if index else 0))
+
+    def _params(self) -> None:
+        groups = dict.fromkeys(p.group for p in self.b.params)
+        for group in groups:
+            params = [p for p in self.b.params if p.group == group]
+            stored = tuple(dict.fromkeys(a for p in params for a in p.gather))
+            n = self.b.size(stored)
+            sent = sum(p.size for p in params if p.gather) * (n - 1) / n
+            names = [p.name for p in params]
+            self.add("param_gather", (group,), [f"p:{x}" for x in names], names, stored if n > 1 else None,
+                     "all_gather" if n > 1 else "memory", count=sent)
+
+    def _names(self, *groups: str) -> list[str]:
+        return [p.name for p in self.b.params if p.group in groups]
+
+    def _attention(self) -> None:
+        b, p = self.b, self.dense
+        m = b.size(b.role("model"))
+        tokens = b.tokens * m / p
+        width, kv = b.heads * b.head_dim / m, b.kv_heads * b.head_dim / m
+        params = self._names("attention")
+        into = [n for n in params if n != "w_o"]
+        for i in range(p):
+            x = [f"x.{j}" for j in cover(i, p, self.parts)]
+            seen = range(i + 1) if b.chunk == "sequence" else (i,)
+            if m > 1:
+                self.add("model_gather", (i,), x, [f"xg.{i}"], b.role("model"), "all_gather",
+                         count=b.tokens / p * b.d_model * (m - 1))
+            self.add("attn_in", (i,), [f"xg.{i}"] if m > 1 else x, [f"q.{i}", f"k.{i}", f"v.{i}"], kind="matmul",
+                     flops=2 * tokens * b.d_model * (width + 2 * kv))
+            self._reads_more(into)
+            keys = b.seq * m * (len(seen) - 0.5) / (p if b.chunk == "sequence" else 1)
+            self.add("attend", (i,), [f"q.{i}", *(f"k.{j}" for j in seen), *(f"v.{j}" for j in seen)], [f"o.{i}"],
+                     kind="matmul", flops=4 * tokens * keys * width)
+            out = ([f"o.{i}", "w_o"], [f"u.{i}"]) if m > 1 else ([f"o.{i}", "w_o", *x], [f"h.{i}"])
+            self.add("attn_out", (i,), *out, kind="matmul", flops=2 * tokens * b.d_model * width)
+            if m > 1:
+                self.add("model_scatter", (i,), [f"u.{i}", *x], [f"h.{i}"], b.role("model"), "reduce_scatter",
+                         count=tokens * b.d_model * (m - 1) / m)
+
+    def _reads_more(self, names: list[str]) -> None:
+        last = self.tasks[-1]
+        self.tasks[-1] = dataclasses.replace(last, reads=(*last.reads, *(f"{n}@{self.layer}" for n in names)))
+
+    def _moe(self, j: int) -> None:
+        b, tokens = self.b, self.b.tokens / self.parts
+        h = self._hidden(j)
+        self.add("route", (j,), [*h, *self._names("router")],
+                 [f"{f}.{j}" for f in ("n", "weights", "scores", "logits", "choice")], kind="matmul",
+                 flops=2 * tokens * b.d_model * b.num_experts)
+        chunks = range(self.chunks)
+        into = [f"slots.{j}.{i}" for i in chunks]
+        self.add("pack", (j,), [f"n.{j}", f"choice.{j}"], into, count=2 * self._slots() * b.d_model * self.chunks)
+        ragged = b.layout == "ragged"
+        if ragged:
+            axes = (*b.role("expert"), *b.role("expert_shard"))
+            self.add("exchange_sizes", (j,), [f"choice.{j}"], [f"sizes.{j}"], axes if b.size(axes) > 1 else None,
+                     "all_to_all" if b.size(axes) > 1 else "memory", count=b.num_experts)
+        for i in chunks:
+            self._experts(j, i, [f"sizes.{j}"] if ragged else [])
+        shared = self._shared(j, tokens) if b.shared_experts else []
+        back = [f"back.{j}.{i}" for i in chunks]
+        extra = [f"sizes.{j}", f"n.{j}", *self._names("experts")] if ragged else []
+        residual = h if b.attention else []
+        self.add("unpack", (j,), [*back, f"weights.{j}", f"choice.{j}", *residual, *shared, *extra], [f"x.{j}"],
+                 count=tokens * b.d_model * (b.k + 2))
+        self.tasks[-1] = dataclasses.replace(self.tasks[-1], writes=(f"x.{j}@{self.layer + 1}",))
+
+    def _hidden(self, j: int) -> list[str]:
+        """What the MoE part reads: attention's results, or the input itself."""
+        return [f"h.{i}" for i in cover(j, self.parts, self.dense)] if self.b.attention else [f"x.{j}"]
+
+    def _slots(self) -> float:
+        """Rows that a device sends in one chunk."""
+        b = self.b
+        all_rows = b.rows * (b.num_experts if b.layout == "slots" else b.size(b.role("expert")))
+        return all_rows / self.parts / self.chunks
+
+    def _experts(self, j: int, i: int, sizes: list[str]) -> None:
+        b, at = self.b, f".{j}.{i}"
+        expert, shard = b.role("expert"), b.role("expert_shard")
+        p, q, rows = b.size(expert), b.size(shard), self._slots()
+        value, sent = f"slots{at}", rows * b.d_model
+        if p > 1:
+            self.add("dispatch", (j, i), [value], [f"recv{at}" if q > 1 else f"rows{at}"], expert, "all_to_all",
+                     count=sent * (p - 1) / p)
+            value = f"recv{at}"
+        if q > 1:
+            self.add("expert_gather", (j, i), [value], [f"rows{at}"], shard, "all_gather", count=sent * (q - 1))
+        into = f"rows{at}" if p * q > 1 else value
+        matrices = 2 if b.gated else 1
+        flops = 2 * rows * q * b.d_model * b.d_ff / q
+        weights = [n for n in self._names("experts") if n != "w_down_EFD"]
+        self.add("experts_up", (j, i), [into, *weights, *sizes], [f"hidden{at}"], kind="matmul", flops=flops * matrices)
+        out = [f"part{at}" if q > 1 else f"out{at}" if p > 1 else f"back{at}"]
+        self.add("experts_down", (j, i), [f"hidden{at}", "w_down_EFD", *sizes], out, kind="matmul", flops=flops)
+        if q > 1:
+            self.add("expert_reduce", (j, i), [f"part{at}"], [f"out{at}" if p > 1 else f"back{at}"], shard,
+                     "reduce_scatter", count=sent * (q - 1))
+        if p > 1:
+            self.add("combine", (j, i), [f"out{at}"], [f"back{at}"], expert, "all_to_all", count=sent * (p - 1) / p)
+
+    def _shared(self, j: int, tokens: float) -> list[str]:
+        b, names = self.b, self._names("shared")
+        flops = 2 * tokens * b.d_model * b.d_ff * b.shared_experts
+        into = [n for n in names if "down" not in n]
+        self.add("shared_up", (j,), [f"n.{j}", *into], [f"shared_hidden.{j}"], kind="matmul",
+                 flops=flops * (2 if b.gated else 1))
+        self.add("shared_down", (j,), [f"shared_hidden.{j}", *(n for n in names if "down" in n)], [f"shared.{j}"],
+                 kind="matmul", flops=flops)
+        return [f"shared.{j}"]
+
+    def _statistics(self) -> None:
+        b = self.b
+        reads = [f"{f}.{j}" for j in range(self.parts) for f in ("weights", "scores", "logits", "choice")]
+        axes = tuple(a for a, _ in b.axes)
+        self.add("tally", (), reads, ["tally"], count=b.tokens * b.num_experts)
+        self.add("statistics", (), ["tally"], ["sums"], axes if b.size(axes) > 1 else None,
+                 "all_reduce" if b.size(axes) > 1 else "memory", count=4 * b.num_experts)
+        self.add("losses", (), ["sums"], ["aux"], count=4 * b.num_experts)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A backward task of a verb. wants: families whose cotangents it makes ("*": all but integers and parameters).
+    needs: families whose values it needs. scale: its work over the forward task's. kind: if other than forward."""
+
+    suffix: str
+    direction: Literal["grad", "input_grad", "weight_grad"]
+    wants: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    scale: float = 1.0
+    kind: str | None = None
+
+
+# "*" stands for all values that are not parameters, "params" for those that are.
+PULLS: dict[str, tuple[Pull, ...]] = {
+    "attn_in": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "attend": (Pull("grad", "grad", ("*",), ("*",), 2.5),),
+    "attn_out": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                 Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "model_gather": (Pull("grad", "grad", ("*",), kind="reduce_scatter"),),
+    "model_scatter": (Pull("grad", "grad", ("*",), kind="all_gather"),),
+    "route": (Pull("grad", "grad", ("*", "params"), ("*", "params", "choice"), 2.0),),
+    "pack": (Pull("grad", "grad", ("*",), ("choice",)),),
+    "dispatch": (Pull("grad", "grad", ("*",)),),
+    "expert_gather": (Pull("grad", "grad", ("*",), kind="reduce_scatter"),),
+    "experts_up": (Pull("dx", "input_grad", ("*",), ("params", "sizes")),
+                   Pull("dw", "weight_grad", ("params",), ("*", "params", "sizes"))),
+    "experts_down": (Pull("dx", "input_grad", ("*",), ("*", "params", "sizes")),
+                     Pull("dw", "weight_grad", ("params",), ("*", "params", "sizes"))),
+    "expert_reduce": (Pull("grad", "grad", ("*",), kind="all_gather"),),
+    "combine": (Pull("grad", "grad", ("*",)),),
+    "unpack": (Pull("grad", "grad", ("*", "params"), ("back", "weights", "choice", "sizes", "n", "params"), 1.0),),
+    "shared_up": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                  Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "shared_down": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                    Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "tally": (Pull("grad", "grad", ("*",), ("*", "choice")),),
+    "statistics": (Pull("grad", "grad", ("*",), kind="memory"),),
+    "losses": (Pull("grad", "grad", ("*",), ("*",)),),
+}
+
+
+def _backward(block: Block, forward: list[Task], saved: frozenset[str], slices: int) -> list[Task]:
+    """Pulls in reverse order, recomputation of what they need where it is not saved, and pending reductions."""
+    params = {p.name for p in block.params}
+    is_param = lambda v: v.partition("@")[0] in params  # noqa: E731
+    select = lambda reads, what: tuple(  # noqa: E731
+        v for v in reads if _matches(v, is_param(v), what))
+    pulls, wanted = [], set()
+    for task in reversed(forward):
+        for pull in PULLS.get(task.verb, ()):
+            needs, wants = select(task.reads, pull.needs), select(task.reads, pull.wants)
+            if not wants:
+                continue
+            wanted |= set(needs)
+            cotangents = tuple(f"d:{v}" for v in task.writes if family(v) not in INTEGERS)
+            pulls.append(dataclasses.replace(
+                task, name=f"{task.name}:{pull.suffix}", reads=(*cotangents, *needs),
+                writes=tuple(f"d:{v}" for v in wants), kind=pull.kind or task.kind, flops=task.flops * pull.scale,
+                streams=("compute",) if pull.kind == "memory" else task.streams, direction=pull.direction,
+                of=task.name))
+    again = _recomputed(forward, wanted, lambda v: family(v) in saved and not is_param(v))
+    return [*again, *pulls, *_reductions(block, slices)]
+
+
+def _matches(value: str, param: bool, what: tuple[str, ...]) -> bool:
+    if param:
+        return "params" in what
+    fam = family(value)
+    return fam in what or ("*" in what and fam not in INTEGERS)
+
+
+def _recomputed(forward: list[Task], wanted: set[str], is_kept) -> list[Task]:
+    """Forward tasks to run again so that all wanted values are there."""
+    wanted, chosen = set(wanted), []
+    for task in reversed(forward):
+        if any(v in wanted and not is_kept(v) for v in task.writes):
+            chosen.append(dataclasses.replace(task, name=f"{task.name}:again", direction="recompute", of=task.name,
+                                              writes=tuple(v for v in task.writes if v in wanted and not is_kept(v))))
+            wanted |= set(task.reads)
+    return chosen[::-1]
+
+
+def pieces(block: Block, slices: int) -> list[list[Piece]]:
+    """Gradients to reduce, cut into `slices` lists of about equal size; stored parameters are not cut."""
+    params = [p for p in block.params if block.size((*p.gather, *p.reduce)) > 1]
+    target = sum(p.size for p in params) / slices
+    found: list[list[Piece]] = [[]]
+    filled = 0.0
+    for p in params:
+        rows = p.shape[0] if p.shape and not p.gather else 1
+        whole = p.shape[0] if p.shape else 1
+        row_size, lo = p.size / rows, 0
+        while lo < rows:
+            if filled >= target * (1 - 1e-9) and len(found) < slices:
+                found.append([])
+                filled = 0.0
+            room = rows - lo if len(found) == slices else max(1, round((target - filled) / row_size))
+            hi = min(rows, lo + room)
+            found[-1].append(Piece(p, lo, hi) if not p.gather else Piece(p, 0, whole))
+            filled, lo = filled + (hi - lo) * row_size, hi
+    return [f for f in found if f]
+
+
+def _reductions(block: Block, slices: int) -> list[Task]:
+    """Reductions of the gradients of the segment above, which are pending when this one starts."""
+    tasks = []
+    for layer in range(block.segment):
+        for s, parts in enumerate(pieces(block, slices)):
+            axes = tuple(dict.fromkeys(a for p in parts for a in (*p.param.gather, *p.param.reduce)))
+            n = block.size(axes)
+            stored = all(p.param.gather for p in parts)
+            size = sum((p.hi - p.lo) * p.param.size / (p.param.shape[0] if p.param.shape else 1) for p in parts)
+            tasks.append(Task(
+                f"grad_reduce.{s}@{layer}", "grad_reduce", block.streams(axes),
+                tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in parts)),
+                tuple(f"g:{p.param.name}.{p.lo}@{layer}" for p in parts),
+                "reduce_scatter" if stored else "all_reduce", 0.0, size * 4 * (n - 1) / n * (1 if stored else 2), layer,
+                s))
+    return tasks

@@ -1,0 +1,408 @@
+"""A plan as a JAX program, inside shard_map.
+
+Each stream's order is held by chains of `optimization_barrier`: an input of a task is tied to the output of the task
+before it. A collective that flies beside compute tasks is also tied to the first one's input and to the last one's
+output (its span), so that XLA keeps exactly these between its start and its end, with no cost model of its own.
+
+The stack is one custom VJP. Its forward scan keeps the values that the plan saves; its backward scan runs the plan's
+backward tasks, each the pull (VJP) of a forward task, or that task again, and holds the gradients of the segment above,
+whose reductions are tasks of this one. Forward-mode differentiation (jvp, hessian) through it is not possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..compat import vary_like, varying_axes
+from .block import INTEGERS, family, pieces
+from .tasks import Pass, Plan, Span, Task
+
+Env = dict[str, Any]
+
+
+class Verb(NamedTuple):
+    """What tasks of a verb do on local arrays.
+
+    run(task, reads, consts): values of task.writes. pull(task, cotangents, values, consts): cotangents of what the
+    backward task writes, from those of what the forward task wrote and the values it needs; None = the VJP of `run`,
+    for tasks whose reads are all among the needed values. consts: arrays without gradients, see `stack`.
+    """
+
+    run: Callable[..., tuple]
+    pull: Callable[..., tuple] | None = None
+
+
+Verbs = Mapping[str, Verb]
+
+
+def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any]]:
+    """f(x_BSD, params, consts, layered) -> x_BSD, aux with a leading dim over layers; to be called inside shard_map.
+
+    params: name -> [layers, ...]; consts, layered: trees of arrays without gradients, the same in all layers, or with a
+    leading dim over them. Verbs get both, as one dict.
+    """
+    plan.check()
+    block, segment = plan.block, plan.block.segment
+    count = block.layers // segment
+    run = _Program(plan, verbs)
+
+    @jax.custom_vjp
+    def f(x_BSD, params, consts, layered):
+        return forward(x_BSD, params, consts, layered)[0]
+
+    def forward(x_BSD, params, consts, layered):
+        def body(x_BSD, per_segment):
+            params, layered = per_segment
+            return run.forward(x_BSD, params, consts, layered)
+
+        x_BSD, (aux, saved) = _scan(body, x_BSD, (by_segment(params), by_segment(layered)), count)
+        return (x_BSD, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)), (saved, params, consts, layered)
+
+    def backward(residuals, cotangents):
+        saved, params, consts, layered = residuals
+        (dx_BSD, daux), params_N = cotangents, by_segment(params)
+        stacked = (saved, params_N, by_segment(layered), by_segment(daux))
+        grads = jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), params_N)
+
+        def step(n, dx_BSD, pending):
+            saved, params, layered, daux = jax.tree.map(lambda a: _at(a, n), stacked)
+            return run.backward(dx_BSD, daux, saved, params, consts, layered, pending)
+
+        dx_BSD, own, _ = step(count - 1, dx_BSD, None)
+        pending, direct = run.divide(own)
+        grads = _put(grads, direct, count - 1)
+
+        def body(i, carry):
+            dx_BSD, pending, grads = carry
+            n = count - 2 - i
+            dx_BSD, own, reduced = step(n, dx_BSD, pending)
+            pending, direct = run.divide(own)
+            return dx_BSD, pending, _put(_put(grads, reduced, n + 1), direct, n)
+
+        if count > 1:
+            dx_BSD, pending, grads = jax.lax.fori_loop(0, count - 1, body, (dx_BSD, pending, grads))
+        grads = _put(grads, run.reduce(pending, consts), 0)
+        whole = jax.tree.map(lambda g, p: g.reshape(p.shape).astype(p.dtype), grads, params)
+        return dx_BSD, whole, None, None
+
+    def by_segment(tree):
+        return jax.tree.map(lambda a: a.reshape(count, segment, *a.shape[1:]), tree)
+
+    f.defvjp(forward, backward)
+    return f
+
+
+def _scan(body, carry, xs, count: int):
+    """lax.scan, unrolled where there is one step."""
+    if count > 1:
+        return jax.lax.scan(body, carry, xs)
+    carry, ys = body(carry, jax.tree.map(lambda a: a[0], xs))
+    return carry, jax.tree.map(lambda a: a[None], ys)
+
+
+def _at(a, n):
+    return a[n] if isinstance(n, int) else jax.lax.dynamic_index_in_dim(a, n, 0, keepdims=False)
+
+
+def _put(grads: Env, new: Env, n) -> Env:
+    """grads[name][n] = new[name], in place where XLA can."""
+    return grads | {k: jax.lax.dynamic_update_index_in_dim(grads[k], v.astype(grads[k].dtype), n, 0)
+                    for k, v in new.items()}
+
+
+class _Program:
+    """A segment's forward and backward pass on dicts of named values."""
+
+    def __init__(self, plan: Plan, verbs: Verbs):
+        self.plan, self.verbs, self.block, self.graph = plan, verbs, plan.block, plan.graph
+        first, last = "@0", f"@{self.block.segment}"
+        made = [v for t in self.graph.forward.tasks for v in t.writes]
+        self.outputs = [v for v in made if family(v) == "x" and v.endswith(last)]
+        self.inputs = [v.removesuffix(last) + first for v in self.outputs]
+        self.aux = [v for v in made if family(v) == "aux"]
+        written = {v for t in self.graph.backward.tasks for v in t.writes}
+        needed = dict.fromkeys(v for t in self.graph.backward.tasks for v in t.reads)
+        self.needed = [v for v in needed if v not in written and ":" not in v]
+        self.recut = plan.degrees.moe_forward != plan.degrees.moe_backward
+        self.slices = pieces(self.block, plan.slices)
+        self.reduced = dict.fromkeys(p.param.name for parts in self.slices for p in parts)
+        # Of the segment above: not there when a stack of one segment, or the top one, runs.
+        reductions = tuple(t for t in self.graph.backward.tasks if t.verb == "grad_reduce")
+        self.reductions = Pass(reductions)
+
+    def forward(self, x_BSD, params, consts, layered):
+        """x_BSD, (aux of each layer, saved values)."""
+        env = self._params(params) | dict(zip(self.inputs, self._split(x_BSD), strict=True))
+        self._run(self.graph.forward, self.plan.forward, self.plan.forward_spans, env, consts, layered)
+        aux = jax.tree.map(lambda *a: jnp.stack(a), *(env[v] for v in self.aux))
+        return self._join([env[v] for v in self.outputs]), (aux, self._saved(env))
+
+    def backward(self, dx_BSD, daux, saved, params, consts, layered, pending):
+        """dx_BSD, gradients of this segment's parameters before reduction, and reduced ones of the segment above's."""
+        env = self._params(params) | self._restored(saved)
+        env |= {f"d:{v}": d for v, d in zip(self.outputs, self._split(dx_BSD), strict=True)}
+        env |= {f"d:{v}": jax.tree.map(lambda a, i=i: a[i], daux) for i, v in enumerate(self.aux)}
+        order, pass_ = self.plan.backward, self.graph.backward
+        if pending is None:
+            order = tuple(n for n in order if pass_.by_name[n].verb != "grad_reduce")
+        else:
+            env |= {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
+        spans = tuple(s for s in self.plan.backward_spans if s.task in set(order))
+        self._run(pass_, order, spans, env, consts, layered)
+        layers = range(self.block.segment)
+        own = {p.name: jnp.stack([env[f"d:{p.name}@{i}"] for i in layers]) for p in self.block.params}
+        dx_BSD = self._join([env[f"d:{v}"] for v in self.inputs])
+        return dx_BSD, own, None if pending is None else self._whole(env)
+
+    def divide(self, own: Env) -> tuple[Env, Env]:
+        """Gradients that need a reduction, and those that do not."""
+        return ({k: v for k, v in own.items() if k in self.reduced},
+                {k: v for k, v in own.items() if k not in self.reduced})
+
+    def reduce(self, pending: Env, consts) -> Env:
+        """The gradients of the last segment, beside which nothing is left to run."""
+        env = {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
+        order = tuple(self.reductions.by_name)
+        self._run(self.reductions, order, (), env, consts, {})
+        return self._whole(env)
+
+    def _whole(self, env: Env) -> Env:
+        """Reduced gradients put together from their pieces."""
+        found: dict[str, list[tuple[int, list]]] = {}
+        for parts in self.slices:
+            for p in parts:
+                layers = [env[f"g:{p.param.name}.{p.lo}@{i}"] for i in range(self.block.segment)]
+                found.setdefault(p.param.name, []).append((p.lo, layers))
+        join = lambda parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts)  # noqa: E731
+        return {name: jnp.stack([join([layers[i] for _, layers in sorted(parts, key=lambda q: q[0])])
+                                 for i in range(self.block.segment)]) for name, parts in found.items()}
+
+    def _params(self, params: Env) -> Env:
+        return {f"p:{name}@{i}": a[i] for name, a in params.items() for i in range(self.block.segment)}
+
+    def _split(self, x_BSD):
+        parts = len(self.inputs)
+        return [x_BSD] if parts == 1 else jnp.split(x_BSD, parts, self._dim)
+
+    def _join(self, parts):
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self._dim)
+
+    @property
+    def _dim(self) -> int:
+        return 1 if self.block.chunk == "sequence" else 0
+
+    def _saved(self, env: Env) -> Env:
+        """What the backward pass needs; whole where its chunks are others than the forward pass's."""
+        if not self.recut:
+            return {v: env[v] for v in self.needed}
+        made = {}
+        for v in self.needed:
+            stem = _stem(v)
+            chunks = range(self.plan.degrees.moe_forward)
+            made[stem] = env[v] if stem == v else jax.tree.map(
+                lambda *a: jnp.concatenate(a, -2), *(env[_chunk(stem, i)] for i in chunks))
+        return made
+
+    def _restored(self, saved: Env) -> Env:
+        if not self.recut:
+            return dict(saved)
+        env: Env = {}
+        degree = self.plan.degrees.moe_backward
+        for v, whole in saved.items():
+            if _chunk(v, 0) not in self.needed:
+                env[v] = whole
+                continue
+            leaves, tree = jax.tree.flatten(whole)
+            cut = [jnp.split(a, degree, -2) for a in leaves]
+            env |= {_chunk(v, i): tree.unflatten([c[i] for c in cut]) for i in range(degree)}
+        return env
+
+    def _run(self, pass_: Pass, order: Sequence[str], spans: Sequence[Span], env: Env, consts, layered) -> None:
+        def call(task: Task, reads: tuple) -> tuple:
+            at = consts | jax.tree.map(lambda a: a[task.layer], layered)
+            with jax.named_scope(scope(task)):
+                if not task.of or task.direction == "recompute":
+                    return self._again(task, reads, at)
+                return self._pull(task, reads, at)
+
+        _issue(pass_, order, spans, env, call, self.plan.barriers)
+
+    def _again(self, task: Task, reads: tuple, consts) -> tuple:
+        """A forward task, or those of its values that are wanted again."""
+        if not task.of:
+            return self.verbs[task.verb].run(task, reads, consts)
+        forward = self._of(task)
+        made = dict(zip(forward.writes, self.verbs[task.verb].run(forward, reads, consts), strict=True))
+        return tuple(made[v] for v in task.writes)
+
+    def _pull(self, task: Task, reads: tuple, consts) -> tuple:
+        forward, verb = self._of(task), self.verbs[task.verb]
+        values = dict(zip(task.reads, reads, strict=True))
+        written = [v for v in forward.writes if family(v) not in INTEGERS]
+        cotangents = tuple(values.pop(f"d:{v}") for v in written)
+        if verb.pull is not None:
+            found = verb.pull(task, cotangents, values, consts)
+            if found is not NotImplemented:
+                return found
+        wants = [v.removeprefix("d:") for v in task.writes]
+
+        def run(*wanted):
+            at = values | dict(zip(wants, wanted, strict=True))
+            outs = verb.run(forward, tuple(at[v] for v in forward.reads), consts)
+            made = dict(zip(forward.writes, outs, strict=True))
+            return tuple(made[v] for v in written)
+
+        _, pullback = jax.vjp(run, *(values[v] for v in wants))
+        return pullback(cotangents)
+
+    def _of(self, task: Task) -> Task:
+        return self.graph.again.by_name[task.of]
+
+
+def scope(task: Task) -> str:
+    """The name under which a task is found in a compiled program: "/" and "@" would be cut or rewritten there."""
+    return "task_" + task.name.replace("@", "_L").replace(":", "__")
+
+
+def _stem(value: str) -> str:
+    """"rows.0.1@2" -> "rows.0@2"; others as they are."""
+    name, at, layer = value.partition("@")
+    parts = name.split(".")
+    return ".".join(parts[:2]) + at + layer if len(parts) == 3 else value
+
+
+def _chunk(stem: str, i: int) -> str:
+    name, at, layer = stem.partition("@")
+    return f"{name}.{i}{at}{layer}"
+
+
+def _issue(pass_: Pass, order, spans, env: Env, call: Callable[[Task, tuple], tuple], barriers: bool) -> None:
+    """Run tasks in order, tied as module doc says. Values of env are added to where they are cotangents."""
+    if not barriers:
+        for name in order:
+            task = pass_.by_name[name]
+            _commit(task, call(task, tuple(env[v] for v in task.reads)), env)
+        return
+    span_of = {s.task: s for s in spans}
+    waiting: dict[str, list[Task]] = {}
+    ending: dict[str, list[tuple[Task, tuple]]] = {}
+    chain: dict[str, jax.Array] = {}
+
+    def inputs(task: Task) -> tuple:
+        reads = tuple(env[v] for v in task.reads)
+        for stream in task.streams:
+            if stream in chain:
+                reads = _tied(reads, chain[stream])
+        return reads
+
+    def finish(task: Task, outs: tuple) -> None:
+        token = _token(outs)
+        if token is not None:
+            chain.update(dict.fromkeys(task.streams, token))
+        s = span_of.get(task.name)
+        if s is None:
+            _commit(task, outs, env)
+        else:
+            ending.setdefault(s.last, []).append((task, outs))
+
+    def launch(first: Task, beside: list[Task]) -> None:
+        """Collectives and the compute task beside which they start."""
+        used: set[str] = set()
+        together = []
+        for task in beside:
+            if not used & set(task.streams):
+                together.append(task)
+            used |= set(task.streams)
+        reads = [inputs(t) for t in (*together, first)]
+        reads = _tied_together(reads)
+        for task, r in zip(together, reads[:-1], strict=True):
+            finish(task, call(task, r))
+        for task in beside:
+            if task not in together:
+                finish(task, call(task, inputs(task)))
+        outs = call(first, reads[-1])
+        ended = ending.pop(first.name, [])
+        if ended:
+            *others, outs = _tied_together([*(o for _, o in ended), outs])
+            for (task, _), o in zip(ended, others, strict=True):
+                _commit(task, o, env)
+        finish(first, outs)
+
+    def flush(streams: tuple[str, ...]) -> None:
+        """Waiting collectives of these streams start now, so that a stream keeps its order."""
+        for tasks in waiting.values():
+            for task in [t for t in tasks if set(t.streams) & set(streams)]:
+                tasks.remove(task)
+                finish(task, call(task, inputs(task)))
+
+    for name in order:
+        task = pass_.by_name[name]
+        if name in span_of:
+            waiting.setdefault(span_of[name].first, []).append(task)
+            continue
+        if task.is_collective:
+            flush(task.streams)
+        launch(task, waiting.pop(name, []))
+
+
+def _commit(task: Task, outs: tuple, env: Env) -> None:
+    for name, value in zip(task.writes, outs, strict=True):
+        if name.startswith("d:") and name in env:
+            value = jax.tree.map(jnp.add, env[name], value)
+        env[name] = value
+
+
+def _leaves(values: tuple) -> list:
+    return [(i, a) for i, a in enumerate(jax.tree.leaves(values)) if hasattr(a, "dtype")]
+
+
+def _token(outs: tuple):
+    """A value of a task that others can be tied to."""
+    leaves = [a for _, a in _leaves(outs)]
+    floats = [a for a in leaves if jnp.issubdtype(a.dtype, jnp.inexact)]
+    return (floats or leaves or [None])[0]
+
+
+def _tied(reads: tuple, token: jax.Array) -> tuple:
+    """reads, the first one that can be waiting for token.
+
+    Others keep their own value: a barrier makes new values of all that it ties, and jax 0.10 makes each as varying over
+    the mesh as the most varying one.
+    """
+    for i, a in _leaves(reads):
+        if varying_axes(a) >= varying_axes(token):
+            tied, _ = jax.lax.optimization_barrier((a, token))
+            return _replaced(reads, i, tied)
+    return reads
+
+
+def _tied_together(groups: list[tuple]) -> list[tuple]:
+    """One value of each tied to one of each other."""
+    if len(groups) < 2:
+        return groups
+    picks = [_pick(g) for g in groups]
+    some = [(g, p) for g, p in enumerate(picks) if p is not None]
+    if len(some) < 2:
+        return groups
+    tied = jax.lax.optimization_barrier(tuple(p[1] for _, p in some))
+    groups = list(groups)
+    for (g, (i, before)), after in zip(some, tied, strict=True):
+        if varying_axes(after) == varying_axes(before):
+            groups[g] = _replaced(groups[g], i, after)
+    return groups
+
+
+def _pick(values: tuple):
+    """The most varying value, the first of them."""
+    leaves = [(i, a) for i, a in _leaves(values) if jnp.issubdtype(a.dtype, jnp.inexact)] or _leaves(values)
+    return max(leaves, key=lambda ia: len(varying_axes(ia[1])), default=None)
+
+
+def _replaced(values: tuple, i: int, new) -> tuple:
+    leaves, tree = jax.tree.flatten(values)
+    leaves[i] = new
+    return tree.unflatten(leaves)
