@@ -1,0 +1,67 @@
+"""Seconds of a task on a cluster."""
+
+from __future__ import annotations
+
+from .cluster import Cluster
+from .tasks import Pass, Task
+
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def bytes_sent(kind: str, operand_bytes: float, group: int) -> float:
+    """Bytes that one of `group` devices sends in a collective on an operand of this size on each."""
+    factor = {"all_to_all": 1, "all_gather": group, "reduce_scatter": 1, "all_reduce": 2}[kind]
+    return operand_bytes * factor * (group - 1) / group
+
+
+def seconds(task: Task, cluster: Cluster) -> float:
+    """Time of the task when nothing else runs.
+
+    A matrix product takes the longer of its flops and its bytes through memory; "encode:FORMAT" and "decode:FORMAT"
+    take raw bytes at the codec's rate; a collective over both links takes the slower one (ours).
+    """
+    launch = cluster.device.launch_seconds
+    if task.kind == "matmul":
+        product, rate = cluster.matmul, cluster.memory.bytes_per_second
+        return launch + product.alpha_seconds + max(task.flops * product.seconds_per_flop, task.bytes / rate)
+    if task.kind == "memory":
+        return launch + cluster.memory.alpha_seconds + task.bytes / cluster.memory.bytes_per_second
+    if task.kind in COLLECTIVES:
+        return launch + _collective_seconds(task, cluster)
+    return launch + _codec_seconds(task, cluster)
+
+
+def durations(pass_: Pass, cluster: Cluster) -> dict[str, float]:
+    """Task name -> seconds."""
+    return {t.name: seconds(t, cluster) for t in pass_.tasks}
+
+
+def _collective_seconds(task: Task, cluster: Cluster) -> float:
+    """Over both links: their bytes fly at once, after the larger α."""
+    costs = {s: cluster.collective(s, task.kind) for s in task.streams if s != "compute"}
+    if not costs:
+        raise ValueError(f"task {task.name!r} of kind {task.kind!r} must occupy intra or inter, got {task.streams}")
+    alpha = max(c.alpha_seconds for c in costs.values())
+    return alpha + max(c.seconds_per_byte * task.bytes * _share(task, s, cluster) for s, c in costs.items())
+
+
+def _share(task: Task, link: str, cluster: Cluster) -> float:
+    """Share of a device's bytes on this link. A flat All-to-All's go to all other devices alike; others' cross both."""
+    if len(task.streams) == 1 or task.kind != "all_to_all":
+        return 1.0
+    others, mates = cluster.num_devices - 1, cluster.gpus_per_node - 1
+    inside = mates / others if others else 0.0
+    return inside if link == "intra" else 1 - inside
+
+
+def _codec_seconds(task: Task, cluster: Cluster) -> float:
+    verb, _, name = task.kind.partition(":")
+    if verb not in ("encode", "decode"):
+        kinds = ("matmul", "memory", *COLLECTIVES, "encode:FORMAT", "decode:FORMAT")
+        raise ValueError(f"kind of task {task.name!r} must be one of {', '.join(kinds)}, got {task.kind!r}")
+    if name not in cluster.codecs:
+        raise ValueError(f"cluster {cluster.name!r} must have codecs.{name}, which the plan needs; "
+                         f"got {', '.join(cluster.codecs) or 'none'}")
+    codec = cluster.codecs[name]
+    rate = codec.encode_bytes_per_second if verb == "encode" else codec.decode_bytes_per_second
+    return cluster.memory.alpha_seconds + task.bytes / rate

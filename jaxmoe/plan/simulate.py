@@ -1,0 +1,391 @@
+"""Event simulation of a plan: when each task starts and ends, given the seconds that each takes alone.
+
+A task starts when those it reads from have ended and its streams have served all tasks issued before it. A span ties
+its collective to compute tasks at both ends: it starts together with the first one, and neither its result nor the last
+one's counts as done before both are (the barriers that the executor sets do just this).
+
+Two things may make tasks slower than alone (both ours): contention for streaming multiprocessors and memory while
+compute and links are busy at once, and an overlap efficiency below 1, the share of hidden time that is really hidden.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from .cluster import Cluster
+from .cost import durations as cost_durations
+from .tasks import STREAMS, Pass, Plan, Span, Task
+
+COMPUTE, INTRA, INTER = 1, 2, 4
+BITS: dict[str, int] = {"compute": COMPUTE, "intra": INTRA, "inter": INTER}
+
+
+class Event(NamedTuple):
+    """A task from start to end, in seconds; segment counts the passes of the timeline, forward then backward."""
+
+    task: Task
+    start: float
+    end: float
+    segment: int = 0
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Factors on times while compute and links are busy at once: on compute beside intra, inter or both; on links.
+
+    links_wait: a collective that becomes ready while a compute task runs waits for its end.
+    """
+
+    beside_intra: float = 1.0
+    beside_inter: float = 1.0
+    beside_both: float = 1.0
+    link: float = 1.0
+    links_wait: bool = False
+
+    def of_compute(self, links: int) -> float:
+        return {0: 1.0, INTRA: self.beside_intra, INTER: self.beside_inter}.get(links, self.beside_both)
+
+
+def slowdown(cluster: Cluster) -> Slowdown | None:
+    """S / (S - c) for compute, S the device's SMs and c those that the links in use hold; None if nothing is known."""
+    facts = cluster.contention
+    if facts is None:
+        return None
+    if facts.compute_slowdown is not None:
+        alike = facts.compute_slowdown
+        return Slowdown(alike, alike, alike, facts.link_slowdown, facts.links_wait)
+    sms, intra, inter = cluster.device.sms, facts.sms_for_links.get("intra", 0), facts.sms_for_links.get("inter", 0)
+    if sms is None or sms <= intra + inter:
+        raise ValueError(f"device.sms of cluster {cluster.name!r} must be more than the {intra + inter} of "
+                         f"contention.sms_for_links, got {sms}")
+    return Slowdown(sms / (sms - intra), sms / (sms - inter), sms / (sms - intra - inter), facts.link_slowdown,
+                    facts.links_wait)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """events: in order of issue. before: for each event, those that it waited for. bound_seconds: no order of these
+    tasks can take less."""
+
+    events: tuple[Event, ...]
+    before: tuple[tuple[int, ...], ...]
+    bound_seconds: float
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max((e.end for e in self.events), default=0.0)
+
+    @cached_property
+    def busy_seconds(self) -> dict[str, float]:
+        """Stream -> seconds in which it runs a task."""
+        return {s: math.fsum(e.end - e.start for e in self.events if s in e.task.streams) for s in STREAMS}
+
+    @cached_property
+    def exposed(self) -> tuple[tuple[float, float], ...]:
+        """Intervals in which a link is busy and compute is not."""
+        return tuple((a, b) for a, b, streams in self.intervals if streams and not streams & COMPUTE)
+
+    @cached_property
+    def exposed_seconds(self) -> float:
+        return math.fsum(b - a for a, b in self.exposed)
+
+    @cached_property
+    def intervals(self) -> tuple[tuple[float, float, int], ...]:
+        """(start, end, busy streams as bits), from each start or end of an event to the next."""
+        changes = sorted((t, sign * _mask(e.task)) for e in self.events for t, sign in ((e.start, 1), (e.end, -1)))
+        busy = accumulate(bits for _, bits in changes)
+        return tuple((a, b, now) for ((a, _), (b, _)), now in zip(pairwise(changes), busy, strict=False) if b > a)
+
+    @cached_property
+    def critical_path(self) -> tuple[str, ...]:
+        """Names of tasks, each of which started when the one before it ended, from 0 to the makespan."""
+        path, at = [], max(range(len(self.events)), key=lambda i: self.events[i].end, default=-1)
+        while at >= 0:
+            path.append(self.events[at].task.name)
+            at = max(self.before[at], key=lambda i: self.events[i].end, default=-1)
+        return tuple(reversed(path))
+
+
+class Prepared:
+    """A pass, its order and its spans as indices, to be simulated many times.
+
+    before: for each task in order, the tasks that must have ended, streams and spans included.
+    """
+
+    def __init__(self, pass_: Pass, order: Sequence[str], spans: Iterable[Span] = ()):
+        index = {name: i for i, name in enumerate(order)}
+        self.tasks = tuple(pass_.by_name[name] for name in order)
+        self.reads = [tuple(index[d] for d in pass_.after[name]) for name in order]
+        before = [set(r) for r in self.reads]
+        last: dict[str, int] = {}
+        for i, task in enumerate(self.tasks):
+            for stream in task.streams:
+                if stream in last:
+                    before[i].add(last[stream])
+                last[stream] = i
+        spans = tuple(spans)
+        _tie(before, [(index[s.task], index[s.first], index[s.last]) for s in spans])
+        self.before = tuple(tuple(b) for b in before)
+        self.sweep = self._sweep(spans)
+
+    def _sweep(self, spans: tuple[Span, ...]) -> list[tuple[int, tuple[int, ...]]]:
+        """(task, before), each after those it waits for."""
+        after, missing = _after(self.before), [len(b) for b in self.before]
+        ready = [i for i, m in enumerate(missing) if not m]
+        for i in ready:
+            for j in after[i]:
+                missing[j] -= 1
+                if not missing[j]:
+                    ready.append(j)
+        if len(ready) < len(self.tasks):
+            stuck = {t.name for t, m in zip(self.tasks, missing, strict=True) if m}
+            span = next((s for s in spans if s.task in stuck), None)
+            if span is None:
+                raise ValueError(f"order has task {min(stuck)!r} wait for one that its streams serve later")
+            raise ValueError(f"span of {span.task!r} from {span.first!r} to {span.last!r} ties tasks that wait for "
+                             "each other")
+        return [(i, self.before[i]) for i in ready]
+
+    def ends(self, seconds: Sequence[float]) -> list[float]:
+        """End of each task in order, from its seconds."""
+        end = [0.0] * len(self.tasks)
+        for i, before in self.sweep:
+            start = 0.0
+            for j in before:
+                if end[j] > start:
+                    start = end[j]
+            end[i] = start + seconds[i]
+        return end
+
+    def makespan(self, durations: Mapping[str, float]) -> float:
+        """Seconds of the pass without contention."""
+        return max(self.ends([durations[t.name] for t in self.tasks]), default=0.0)
+
+    def makespans(self, durations: Mapping[str, np.ndarray], efficiency: float = 1.0) -> np.ndarray:
+        """Seconds of many cases at once: `makespan` for arrays of durations, with an overlap efficiency."""
+        end: list[np.ndarray] = [np.zeros(())] * len(self.tasks)
+        for i, before in self.sweep:
+            start = end[before[0]] if before else np.zeros(())
+            for j in before[1:]:
+                start = np.maximum(start, end[j])
+            end[i] = start + durations[self.tasks[i].name]
+        last = np.maximum.reduce(np.broadcast_arrays(*end))
+        alone = sum(durations[t.name] for t in self.tasks)
+        return efficiency * last + (1 - efficiency) * alone
+
+    def run(self, durations: Mapping[str, float], contention: Slowdown | None = None,
+            efficiency: float = 1.0) -> Timeline:
+        seconds = [durations[t.name] for t in self.tasks]
+        before = self.before
+        if contention:
+            start, end, before = self._contend(seconds, contention)
+        else:
+            end = self.ends(seconds)
+            start = [max((end[j] for j in b), default=0.0) for b in before]
+        bound = self.bound(seconds)
+        if efficiency < 1:
+            start, end = _dilate(start, end, efficiency)
+            bound = efficiency * bound + (1 - efficiency) * math.fsum(seconds)
+        return Timeline(tuple(map(Event, self.tasks, start, end)), before, bound)
+
+    def bound(self, seconds: Sequence[float]) -> float:
+        """No order takes less: the busiest stream with what must precede and follow it, or the longest chain."""
+        n = len(self.tasks)
+        head, tail = [0.0] * n, [0.0] * n
+        for i, reads in enumerate(self.reads):
+            for j in reads:
+                head[i] = max(head[i], head[j] + seconds[j])
+        for i in reversed(range(n)):
+            for j in self.reads[i]:
+                tail[j] = max(tail[j], tail[i] + seconds[i])
+        chain = max((h + s + t for h, s, t in zip(head, seconds, tail, strict=True)), default=0.0)
+        queues = ([i for i, t in enumerate(self.tasks) if s in t.streams] for s in STREAMS)
+        return max([chain, *(min(head[i] for i in q) + math.fsum(seconds[i] for i in q) + min(tail[i] for i in q)
+                             for q in queues if q)])
+
+    def _contend(self, seconds: Sequence[float], slow: Slowdown):
+        """Starts, ends and what was waited for, when tasks in flight slow each other; at most one a stream flies."""
+        masks, after = [_mask(t) for t in self.tasks], _after(self.before)
+        missing, before = [len(b) for b in self.before], list(self.before)
+        start, end = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
+        left, now, busy = list(seconds), 0.0, 0
+        ready, flying, held = [i for i, m in enumerate(missing) if not m], [], []
+        while ready or flying:
+            if slow.links_wait and busy & COMPUTE:
+                held += [i for i in ready if masks[i] != COMPUTE]
+                ready = [i for i in ready if masks[i] == COMPUTE]
+            for i in ready:
+                start[i] = now
+                busy |= masks[i]
+            flying += ready
+            both = busy & COMPUTE and busy & ~COMPUTE
+            factors = (slow.of_compute(busy & ~COMPUTE), slow.link) if both else (1.0, 1.0)
+            step = min([left[i] * factors[masks[i] != COMPUTE] for i in flying])
+            now += step
+            flown, flying, ready = flying, [], []
+            for i in flown:
+                factor = factors[masks[i] != COMPUTE]
+                if left[i] * factor > step:
+                    left[i] -= step / factor
+                    flying.append(i)
+                    continue
+                end[i] = now
+                busy &= ~masks[i]
+                for j in after[i]:
+                    missing[j] -= 1
+                    if not missing[j]:
+                        ready.append(j)
+                if masks[i] == COMPUTE and held:
+                    for j in held:
+                        before[j] = (*before[j], i)
+                    ready, held = held + ready, []
+        return start, end, tuple(before)
+
+
+def simulate_pass(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], spans: Iterable[Span] = (),
+                  contention: Slowdown | None = None, efficiency: float = 1.0) -> Timeline:
+    """Timeline of one pass, tasks issued in this order."""
+    return Prepared(pass_, order, spans).run(durations, contention, efficiency)
+
+
+def simulate(plan: Plan, cluster: Cluster, layers: int = 0, contention: bool = True) -> Timeline:
+    """Timeline of a training step's blocks: forward of all segments, then backward of all; nothing flies over a border.
+
+    layers: of the stack; 0 for those of the plan's block. contention: False leaves out the cluster's.
+    """
+    layers = layers or plan.block.layers
+    times, rest = divmod(layers, plan.block.segment)
+    if times < 1 or rest:
+        raise ValueError(f"layers must be a multiple of the plan's segment of {plan.block.segment}, got {layers}")
+    slow = slowdown(cluster) if contention else None
+    graph, efficiency = plan.graph, cluster.overlap.efficiency
+    halves = [simulate_pass(pass_, order, cost_durations(pass_, cluster), spans, slow, efficiency)
+              for pass_, order, spans in ((graph.forward, plan.forward, plan.forward_spans),
+                                          (graph.backward, plan.backward, plan.backward_spans))]
+    return join([half for half in halves for _ in range(times)])
+
+
+def join(parts: Sequence[Timeline]) -> Timeline:
+    """Timelines one after the other."""
+    events: list[Event] = []
+    before: list[tuple[int, ...]] = []
+    now, last = 0.0, -1
+    for segment, part in enumerate(parts):
+        base = len(events)
+        events += [Event(e.task, e.start + now, e.end + now, segment) for e in part.events]
+        before += [tuple(base + j for j in b) or ((last,) if last >= 0 else ()) for b in part.before]
+        now += part.makespan
+        last = max(range(base, len(events)), key=lambda i: events[i].end, default=last)
+    return Timeline(tuple(events), tuple(before), math.fsum(p.bound_seconds for p in parts))
+
+
+def issue_order(timeline: Timeline) -> tuple[str, ...]:
+    """Names of tasks by their start, a collective before a compute task that starts at the same time."""
+    after, missing = _after(timeline.before), [len(b) for b in timeline.before]
+    keys = [(e.start, not e.task.is_collective, i) for i, e in enumerate(timeline.events)]
+    heap = [key for key, m in zip(keys, missing, strict=True) if not m]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        *_, i = heapq.heappop(heap)
+        order.append(timeline.events[i].task.name)
+        for j in after[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                heapq.heappush(heap, keys[j])
+    return tuple(order)
+
+
+def spans_of(timeline: Timeline) -> tuple[Span, ...]:
+    """What flies beside what: each collective with the compute tasks that start while it flies, up to the last which
+    shares half of the shorter one's time with it. They fit `issue_order(timeline)`.
+
+    A compute task that is already running when the collective starts cannot be tied: it would have to wait for it.
+    """
+    compute = sorted((e for e in timeline.events if not e.task.is_collective), key=lambda e: e.start)
+    starts = [e.start for e in compute]
+    spans = []
+    for event in sorted((e for e in timeline.events if e.task.is_collective), key=lambda e: e.start):
+        near = compute[bisect_left(starts, event.start):bisect_left(starts, event.end)]
+        beside = [c.task.name for c in near if _share(event, c) >= 0.5]
+        if beside:
+            spans.append(Span(event.task.name, beside[0], beside[-1]))
+    return tuple(spans)
+
+
+def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack: float = 1e-3,
+        contention: Slowdown | None = None) -> tuple[tuple[str, ...], tuple[Span, ...], Timeline]:
+    """Order, spans and timeline in which as many collectives as possible are tied to what runs beside them.
+
+    A tie may delay tasks, and may bring a collective beside a product that it could not be tied to before; each is
+    added in turn, as long as the makespan stays within (1 + slack) of the untied one's. Streams keep their order.
+    """
+    timeline = simulate_pass(pass_, order, durations, contention=contention)
+    limit = timeline.makespan * (1 + slack)
+    spans: tuple[Span, ...] = ()
+    refused: set[Span] = set()
+    while True:
+        tied = {s.task for s in spans}
+        new = next((s for s in spans_of(timeline) if s.task not in tied and s not in refused), None)
+        if new is None:
+            return issue_order(timeline), spans, timeline
+        trial = simulate_pass(pass_, issue_order(timeline), durations, (*spans, new), contention)
+        if trial.makespan <= limit:
+            spans, timeline = (*spans, new), trial
+        else:
+            refused.add(new)
+
+
+def _share(one: Event, other: Event) -> float:
+    """Time that two events share, over the shorter one's."""
+    shorter = min(one.end - one.start, other.end - other.start)
+    return (min(one.end, other.end) - max(one.start, other.start)) / shorter if shorter > 0 else 0.0
+
+
+def _mask(task: Task) -> int:
+    return sum(BITS[s] for s in task.streams)
+
+
+def _after(before: Sequence[Iterable[int]]) -> list[list[int]]:
+    after: list[list[int]] = [[] for _ in before]
+    for i, earlier in enumerate(before):
+        for j in earlier:
+            after[j].append(i)
+    return after
+
+
+def _tie(before: list[set[int]], spans: list[tuple[int, int, int]]) -> None:
+    """Add what spans (collective, first, last) make tasks wait for: at the end, then at the start."""
+    ends: dict[int, set[int]] = {}
+    starts: dict[int, set[int]] = {}
+    for task, first, last in spans:
+        ends.setdefault(last, {last}).add(task)
+        starts.setdefault(first, {first}).add(task)
+    together = {i: group for group in ends.values() for i in group}
+    for earlier in before:
+        earlier |= set().union(*(together[i] for i in earlier if i in together))
+    for group in starts.values():
+        union = set().union(*(before[i] for i in group))
+        for i in group:
+            before[i] = union
+
+
+def _dilate(start: list[float], end: list[float], efficiency: float) -> tuple[list[float], list[float]]:
+    """Times when n tasks in flight take 1 + (n - 1)(1 - efficiency) times as long as in the ideal case."""
+    changes = sorted([(t, 1) for t in start] + [(t, -1) for t in end])
+    real, now, flying = {changes[0][0]: changes[0][0]}, changes[0][0], changes[0][1]
+    for (a, _), (b, sign) in pairwise(changes):
+        now += (b - a) * (1 + max(flying - 1, 0) * (1 - efficiency))
+        real[b] = now
+        flying += sign
+    return [real[t] for t in start], [real[t] for t in end]
