@@ -18,3 +18,13 @@ def vary_like(x, other: jax.Array):
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, x)
+
+
+def vary_over(x, axes: Axes):
+    """x marked as varying over axes, too. Its transpose is the sum over them."""
+
+    def cast(leaf):
+        missing = tuple(a for a in axes if a not in varying_axes(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, x)

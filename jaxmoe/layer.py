@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,58 +12,21 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from .collectives import all_gather
-from .dispatch import Dispatch, Ragged, Slots
-from .experts import ACTIVATIONS, ExpertWeights, experts
+from .dispatch import Dispatch, Slots
+from .experts import ExpertWeights, experts
 from .mesh import Roles, axes_size
 from .parameters import normal
-from .routing import Router, Soft, TopK, bias_update_rate, updated_bias
-from .routing.losses import LOAD_BALANCE, statistics
-from .types import Aux, Groups, Tokens
-
-Group = Literal["sequence"] | int
+from .plan.tasks import Plan
+from .planned import planned_layer
+from .routing import Router, TopK, bias_update_rate, updated_bias
+from .routing.losses import statistics
+from .routing.tokens import outputs_of, tokens_of
+from .spec import Group, Spec
+from .types import Aux, Groups
 
 
 class RouterBias(nnx.Variable):
     """The balancing bias of a router: state that the optimizer and its weight decay do not see."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything of a layer that is known before it runs."""
-
-    d_model: int
-    d_ff: int
-    num_experts: int
-    router: Router = TopK()
-    dispatch: Dispatch = Slots()
-    activation: str = "swiglu"
-    mesh: Mesh | None = None
-    roles: Roles = Roles()
-    group: Group = "sequence"
-    load_balance: str = "switch"
-    dtype: Any = jnp.float32
-
-    def __post_init__(self):
-        for name, value, known in (("activation", self.activation, ACTIVATIONS),
-                                   ("load_balance", self.load_balance, LOAD_BALANCE)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        for name, axes in (("num_experts", self.roles.expert), ("d_ff", self.roles.expert_shard),
-                           ("d_model", self.roles.fsdp)):
-            size, count = getattr(self, name), axes_size(self.mesh, axes)
-            if size % count:
-                raise ValueError(f"{name} must be divisible by {count}, the size of mesh axes {axes}; got {size}")
-        if isinstance(self.router, Soft) and isinstance(self.dispatch, Ragged):
-            raise ValueError("dispatch Ragged needs a router that sends whole tokens, got Soft; use Slots")
-        self.router.weights(self.d_model, self.num_experts)   # raises for numbers that do not fit
-
-    @property
-    def expert_specs(self) -> ExpertWeights:
-        """Shardings of the experts' weights; as gate_EDF has up_EDF's, it is there even where the weight is not."""
-        stored = self.roles.expert_fsdp
-        columns: Any = P(self.roles.expert, stored, self.roles.expert_shard)
-        rows: Any = P(self.roles.expert, self.roles.expert_shard, stored)
-        return ExpertWeights(columns, rows, columns if self.activation == "swiglu" else None)
 
 
 class MoE(nnx.Module):
@@ -140,11 +102,13 @@ class SharedExperts(nnx.Module):
 
 
 def shared_experts(x_BSD, token_mask, w: ExpertWeights, spec: Spec):
-    """Sum of experts that every token goes to."""
-    x_TD = x_BSD.reshape(-1, x_BSD.shape[-1]).astype(spec.dtype)
+    """Sum of experts that every token goes to. As in routing, padding gives 0, and what is not finite NaN, alone."""
+    finite_BS1 = jnp.isfinite(x_BSD).all(-1, keepdims=True)
+    mask_BS1 = jnp.ones_like(finite_BS1) if token_mask is None else token_mask[..., None].astype(bool)
+    x_TD = jnp.where(mask_BS1 & finite_BS1, x_BSD, 0).reshape(-1, x_BSD.shape[-1]).astype(spec.dtype)
     y_ETD = experts(jnp.broadcast_to(x_TD, (w.up_EDF.shape[0], *x_TD.shape)), w, spec.activation)
     y_BSD = y_ETD.sum(0).reshape(x_BSD.shape).astype(x_BSD.dtype)
-    return y_BSD if token_mask is None else jnp.where(token_mask[..., None], y_BSD, 0)
+    return jnp.where(mask_BS1, jnp.where(finite_BS1, y_BSD, jnp.nan), 0)
 
 
 def _value(param):
@@ -153,21 +117,21 @@ def _value(param):
 
 def apply(
     spec: Spec, router: dict[str, jax.Array], w: ExpertWeights, x_BSD, token_mask=None, segment_ids=None,
-    forced_experts=None, bias_E=None, key=None,
+    forced_experts=None, bias_E=None, key=None, plan: Plan | None = None,
 ) -> tuple[jax.Array, Aux]:
-    """The functional core. Pads batch and sequence to the mesh, and opens the one shard_map."""
+    """The functional core. Pads batch and sequence to the mesh, and opens the one shard_map. plan: None = no plan."""
     B, S = _check_inputs(spec, x_BSD, token_mask, segment_ids, forced_experts)
     roles, mesh = spec.roles, spec.mesh
     shards, sequence_shards = axes_size(mesh, roles.batch_axes), axes_size(mesh, roles.sequence_axes)
     extra = ((0, -B % shards), (0, -S % sequence_shards))
-    groups = _groups(spec, B, B + extra[0][1], S, shards)
+    groups = spec.groups(B, S)
     mask_BS = jnp.ones((B, S), bool) if token_mask is None else token_mask.astype(bool)
     by_token = {
         "x": x_BSD, "mask": mask_BS, "index": jnp.arange(B * S).reshape(B, S),
         "segment": jnp.zeros((B, S), jnp.int32) if segment_ids is None else segment_ids, "forced": forced_experts,
     }
     by_token = {name: jnp.pad(a, (*extra, *((0, 0),) * (a.ndim - 2))) for name, a in by_token.items() if a is not None}
-    body = partial(_local, spec, groups)
+    body = partial(_local, spec, groups) if plan is None else partial(planned_layer, plan, spec, groups)
     if mesh is not None:
         tokens = P(roles.batch_axes, roles.sequence_axes)
         up, down, gate = spec.expert_specs
@@ -190,43 +154,17 @@ def _check_inputs(spec: Spec, x_BSD, token_mask, segment_ids, forced_experts) ->
     return B, S
 
 
-def _groups(spec: Spec, batch: int, padded: int, sequence: int, shards: int) -> Groups:
-    axes = spec.roles.sequence_axes
-    if spec.group == "sequence":
-        return Groups(padded // shards, sequence, axes)
-    if batch % spec.group or spec.group % shards:
-        raise ValueError(f"moe.group must divide the batch {batch} and be a multiple of its {shards} shards, "
-                         f"got {spec.group}")
-    return Groups(spec.group // shards, batch // spec.group * sequence, axes, batch // spec.group)
-
-
 def _local(spec: Spec, groups: Groups, router, bias_E, key, w: ExpertWeights, by_token) -> tuple[jax.Array, Aux]:
     """One device's part: route, then what the dispatch does, then statistics."""
-    B, S, D = by_token["x"].shape
-    tokens, bad_T = _tokens(by_token, groups)
+    x_BSD = by_token["x"]
+    tokens, bad_T = tokens_of(by_token, groups)
     routing = spec.router(router, tokens, groups, bias_E, key)
     w = _gathered(w, spec.roles.expert_fsdp)
     y_TD, dropped = spec.dispatch(tokens.x_TD.astype(spec.dtype), routing, spec.router, groups, w, spec.activation,
                                   spec.roles)
     fair_load = spec.router.pairs_per_token(spec.num_experts) * groups.tokens / spec.num_experts
     aux = statistics(routing, tokens, groups, dropped, bad_T.sum(), spec.load_balance, spec.roles.token_axes, fair_load)
-    y_TD = jnp.where(tokens.valid_T[:, None], y_TD, jnp.where(bad_T[:, None], jnp.nan, 0)).astype(by_token["x"].dtype)
-    return y_TD.reshape(groups.local, S, groups.sequences, D).swapaxes(1, 2).reshape(B, S, D), aux
-
-
-def _tokens(by_token: dict[str, jax.Array], groups: Groups) -> tuple[Tokens, jax.Array]:
-    """Tokens group by group, by position and then sequence; and which are valid but not finite.
-
-    A token that is not finite goes to no expert and into no statistic, and its output is NaN: it shows, alone.
-    """
-    (B, S), pieces = by_token["x"].shape[:2], {}
-    for name, a in by_token.items():
-        pieces[name] = a.reshape(groups.local, groups.sequences, S, -1).swapaxes(1, 2).reshape(B * S, *a.shape[2:])
-    finite_T = jnp.isfinite(pieces["x"]).all(-1)
-    valid_T = pieces["mask"] & finite_T
-    x_TD = jnp.where(valid_T[:, None], pieces["x"], 0)
-    tokens = Tokens(x_TD, valid_T, pieces["index"], pieces["segment"], pieces.get("forced"))
-    return tokens, pieces["mask"] & ~finite_T
+    return outputs_of(y_TD, tokens.valid_T, bad_T, x_BSD.shape[:2], groups).astype(x_BSD.dtype), aux
 
 
 def _gathered(w: ExpertWeights, axes) -> ExpertWeights:

@@ -9,9 +9,10 @@ from jax.sharding import Mesh
 
 from .dispatch import Dispatch, Slots
 from .experts import ExpertWeights
-from .layer import Group, Spec, apply, shared_experts
+from .layer import apply, shared_experts
 from .mesh import Roles
 from .routing import Router, TopK, bias_update_rate, updated_bias
+from .spec import Group, Spec
 from .types import Aux
 
 

@@ -63,30 +63,37 @@ class Ragged:
         rounds = pmax(-(-send.fill_B.max() // bucket), (*roles.expert, *roles.expert_shard))
         w = vary_like(jax.tree.map(lambda a: a.astype(x_TD.dtype), w), x_TD)
 
-        def one_round(number, x_TD, weights_TK, w, send, sizes_PE):
-            where = window(send, number, bucket)
-            rows_RD = all_gather(all_to_all(pack(x_TD, where), roles.expert), roles.expert_shard)
-            sizes_PE = sizes_in_window(sizes_PE, number, bucket)
-            sort = sort_rows(sizes_PE, bucket)
-            out_RD = grouped_experts(pack(rows_RD, sort), sizes_PE.sum(0), w, activation)
-            out_RD = reduce_scatter(pack(out_RD, inverse(sort)), roles.expert_shard)
-            return unpack(all_to_all(out_RD, roles.expert), weights_TK, where)
-
         arguments = (x_TD, routing.weights_TK, w, send, sizes_PE)
-        y_TD = one_round(0, *arguments)
+        run = one_round(bucket, activation, roles)
+        y_TD = run(0, *arguments)
         if bucket < send.most:
-            y_TD = y_TD + further_rounds(one_round, rounds, y_TD, *arguments)
+            y_TD = y_TD + further_rounds(run, 1, rounds, y_TD, *arguments)
         return Moved(y_TD, 0 * send.fill_B[0])
 
 
-def further_rounds(one_round, rounds, y_TD, x_TD, weights_TK, w, send, sizes_PE):
-    """Sum of rounds 1, 2, ... rounds - 1. JAX cannot reverse a loop of unknown length, so the gradient is written out:
+def one_round(bucket: int, activation: str, roles: Roles):
+    """f(number, x_TD, weights_TK, w, send, sizes_PE): outputs of the pairs of one round, zero for others."""
+
+    def run(number, x_TD, weights_TK, w, send, sizes_PE):
+        where = window(send, number, bucket)
+        rows_RD = all_gather(all_to_all(pack(x_TD, where), roles.expert), roles.expert_shard)
+        sizes_PE = sizes_in_window(sizes_PE, number, bucket)
+        sort = sort_rows(sizes_PE, bucket)
+        out_RD = grouped_experts(pack(rows_RD, sort), sizes_PE.sum(0), w, activation)
+        out_RD = reduce_scatter(pack(out_RD, inverse(sort)), roles.expert_shard)
+        return unpack(all_to_all(out_RD, roles.expert), weights_TK, where)
+
+    return run
+
+
+def further_rounds(one_round, first: int, rounds, y_TD, x_TD, weights_TK, w, send, sizes_PE):
+    """Sum of rounds first, ... rounds - 1. JAX cannot reverse a loop of unknown length, so the gradient is written out:
     it runs the rounds again, one by one."""
 
     @jax.custom_vjp
     def run(x_TD, weights_TK, w, send, sizes_PE, rounds):
         body = lambda i, total: total + one_round(i, x_TD, weights_TK, w, send, sizes_PE)  # noqa: E731
-        return jax.lax.fori_loop(1, rounds, body, vary_like(jnp.zeros(y_TD.shape, y_TD.dtype), y_TD))
+        return jax.lax.fori_loop(first, rounds, body, vary_like(jnp.zeros(y_TD.shape, y_TD.dtype), y_TD))
 
     def fwd(*arguments):
         return run(*arguments), arguments
@@ -99,7 +106,7 @@ def further_rounds(one_round, rounds, y_TD, x_TD, weights_TK, w, send, sizes_PE)
             return jax.tree.map(jnp.add, grads, pullback(g_TD))
 
         zeros = jax.tree.map(lambda a: vary_like(jnp.zeros(a.shape, a.dtype), a), tuple(differentiable))
-        return (*jax.lax.fori_loop(1, rounds, body, zeros), None, None, None)
+        return (*jax.lax.fori_loop(first, rounds, body, zeros), None, None, None)
 
     run.defvjp(fwd, bwd)
     return run(x_TD, weights_TK, w, send, sizes_PE, rounds)

@@ -424,7 +424,7 @@ def _reductions(block: Block, slices: int) -> list[Task]:
             tasks.append(Task(
                 f"grad_reduce.{s}@{layer}", "grad_reduce", block.streams(axes),
                 tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in parts)),
-                tuple(f"g:{p.param.name}.{p.lo}@{layer}" for p in parts),
+                tuple(f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in parts),
                 "reduce_scatter" if stored else "all_reduce", 0.0, size * 4 * (n - 1) / n * (1 if stored else 2), layer,
                 s))
     return tasks

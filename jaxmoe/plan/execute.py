@@ -175,7 +175,7 @@ class _Program:
         found: dict[str, list[tuple[int, list]]] = {}
         for parts in self.slices:
             for p in parts:
-                layers = [env[f"g:{p.param.name}.{p.lo}@{i}"] for i in range(self.block.segment)]
+                layers = [env[f"g:{p.param.name}.{p.lo}.{p.hi}@{i}"] for i in range(self.block.segment)]
                 found.setdefault(p.param.name, []).append((p.lo, layers))
         join = lambda parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts)  # noqa: E731
         return {name: jnp.stack([join([layers[i] for _, layers in sorted(parts, key=lambda q: q[0])])

@@ -1,0 +1,43 @@
+"""One MoE layer run as a plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ..dispatch import Slots
+from ..experts import ExpertWeights
+from ..plan.execute import Verbs, stack
+from ..plan.tasks import Plan
+from ..spec import Spec
+from ..types import Groups
+from .moe import MoEVerbs
+from .parameters import parameter_verbs
+from .ragged import RaggedLayout
+from .slots import SlotsLayout
+
+
+def moe_verbs(plan: Plan, spec: Spec, groups: Groups, norm_eps: float | None = None) -> Verbs:
+    """The verb table of MoE layers. norm_eps: of the norm before routing, in blocks with attention."""
+    layouts = SlotsLayout if isinstance(spec.dispatch, Slots) else RaggedLayout
+    layout = layouts(plan.block, plan.degrees, spec)
+    moe = MoEVerbs(plan.block, plan.degrees, spec, groups, layout, norm_eps)
+    return moe.table() | layout.table() | parameter_verbs(plan.block)
+
+
+def planned_layer(
+    plan: Plan, spec: Spec, groups: Groups, router: dict[str, jax.Array], bias_E, key, w: ExpertWeights,
+    by_token: dict[str, jax.Array],
+) -> tuple[jax.Array, Any]:
+    """One device's part of a layer, inside shard_map: as the unplanned one, in value and gradient."""
+    params = {f"router_{n}": a for n, a in router.items()}
+    params |= {"w_up_EDF": w.up_EDF, "w_down_EFD": w.down_EFD}
+    if w.gate_EDF is not None:
+        params["w_gate_EDF"] = w.gate_EDF
+    consts = {n: a for n, a in by_token.items() if n != "x"}
+    layered = {n: a[None] for n, a in (("bias", bias_E), ("key", key)) if a is not None}
+    run = stack(plan, moe_verbs(plan, spec, groups))
+    x_BSD = by_token["x"]
+    y_BSD, aux = run(x_BSD, jax.tree.map(lambda a: a[None], params), consts, layered)
+    return y_BSD.astype(x_BSD.dtype), jax.tree.map(lambda a: a[0], aux)

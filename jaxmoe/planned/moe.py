@@ -1,0 +1,194 @@
+"""Tasks of MoE layers that do not depend on the layout: routing, statistics, shared experts, and the layer's result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ..experts import ExpertWeights, experts_down, experts_up
+from ..norm import rms_norm
+from ..plan.block import Block, cover
+from ..plan.execute import Verb
+from ..plan.tasks import Degrees, Task
+from ..routing.losses import conclusions, tally, total
+from ..routing.tokens import outputs_of, tokens_of
+from ..spec import Spec
+from ..types import Groups, Routing
+from .pieces import by_family, part_of, piece, piece_gradient
+
+
+class Layout(Protocol):
+    """A way of moving tokens to experts and back, in chunks."""
+
+    def choose(self, routing: Routing, groups: Groups) -> tuple[dict[str, Any], jax.Array]:
+        """Where pairs go, and how many of this device's go nowhere."""
+        ...
+
+    def combine(self, back: list, weights_TK, choice: dict[str, Any], extra: dict[str, list]) -> jax.Array:
+        """Outputs of the tokens [T, D] from the experts' outputs."""
+        ...
+
+    def table(self) -> dict[str, Verb]:
+        """Verbs from `pack` to `combine`."""
+        ...
+
+
+@dataclass(frozen=True)
+class MoEVerbs:
+    """groups: of a device's whole batch. norm_eps: None = no norm before routing, and no residual sum."""
+
+    block: Block
+    degrees: Degrees
+    spec: Spec
+    groups: Groups
+    layout: Layout
+    norm_eps: float | None
+
+    def table(self) -> dict[str, Verb]:
+        return {
+            "route": Verb(self.route), "tally": Verb(self.tally), "losses": Verb(self.losses),
+            "statistics": Verb(self.statistics, self.statistics_gradient),
+            "unpack": Verb(self.unpack, self.unpack_gradient),
+            "shared_up": Verb(self.shared_up), "shared_down": Verb(self.shared_down),
+        }
+
+    @property
+    def dim(self) -> int:
+        """Dim of activations [B, S, D] that token parts are cut along."""
+        return 1 if self.block.chunk == "sequence" else 0
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.block.chunk == "slots" else self.degrees.moe_forward
+
+    def groups_of_part(self) -> Groups:
+        g, parts = self.groups, self.parts
+        if self.block.chunk == "sequence":
+            return replace(g, tokens=g.tokens // parts)
+        if g.local % parts:
+            raise ValueError(f"schedule.degrees: chunks along the batch must divide a device's {g.local} capacity groups "
+                             f"(moe.group), got {parts}")
+        return replace(g, local=g.local // parts)
+
+    def part_of_tokens(self, consts: dict, part: int) -> dict[str, jax.Array]:
+        names = [n for n in ("mask", "index", "segment", "forced") if n in consts]
+        return {n: piece([consts[n]], part, self.parts, 1, self.dim) for n in names}
+
+    def route(self, task: Task, reads, consts):
+        values, part = by_family(task.reads, reads), part_of(task)
+        if "h" in values:
+            x_BSD = piece(values["h"], part, self.parts, self.degrees.dense_forward, self.dim)
+        else:
+            x_BSD = values["x"][0]
+        if self.norm_eps is not None:
+            x_BSD = rms_norm(x_BSD, values["ffn_norm"][0], self.norm_eps)
+        groups = self.groups_of_part()
+        tokens, bad_T = tokens_of({"x": x_BSD, **self.part_of_tokens(consts, part)}, groups)
+        weights = {n.removeprefix("router_"): w[0] for n, w in values.items() if n.startswith("router_")}
+        routing = self.spec.router(weights, tokens, groups, consts.get("bias"), consts.get("key"))
+        choice, dropped = self.layout.choose(routing, groups)
+        choice |= {"experts": routing.experts_TK, "chosen": routing.chosen_TK, "valid": tokens.valid_T, "bad": bad_T,
+                   "dropped": dropped}
+        n_TD = tokens.x_TD.astype(self.spec.dtype)
+        return n_TD, routing.weights_TK, routing.scores_TE, routing.logits_TE, choice
+
+    def tally(self, task: Task, reads, consts):
+        values, groups = by_family(task.reads, reads), self.groups
+        parts = self.groups_of_part()
+        dim = 1 if self.block.chunk == "sequence" else 0
+
+        def whole(arrays):
+            cut = [a.reshape(parts.local, -1, *a.shape[1:]) for a in arrays]
+            a = cut[0] if len(cut) == 1 else jnp.concatenate(cut, dim)
+            return a.reshape(-1, *a.shape[2:])
+
+        choice = {name: whole([c[name] for c in values["choice"]]) for name in ("experts", "chosen", "valid", "bad")}
+        dropped = sum(c["dropped"] for c in values["choice"])
+        routing = Routing(choice["experts"], whole(values["weights"]), choice["chosen"], whole(values["scores"]),
+                          whole(values["logits"]))
+        by_token = {n: consts[n] for n in ("mask", "index", "segment")} | {"x": consts["mask"][..., None]}
+        tokens, _ = tokens_of(by_token | {"x": jnp.zeros((*consts["mask"].shape, 1))}, groups)
+        tokens = tokens._replace(valid_T=choice["valid"])
+        return (tally(routing, tokens, groups, jnp.asarray(dropped), choice["bad"].sum(), self.spec.load_balance),)
+
+    def statistics(self, task: Task, reads, consts):
+        return (total(reads[0], self.groups, self.spec.roles.token_axes),)
+
+    def statistics_gradient(self, task: Task, cotangents, values, consts):
+        """A sum over devices is pulled back by giving each its cotangent; maxima have none."""
+        (d_sums,) = cotangents
+        d_tally = {n: d for n, d in d_sums.items() if n != "largest_load"}
+        E, local = self.spec.num_experts, self.groups.local
+        d_tally["loads_GE"] = jnp.zeros((local, E), d_tally["pairs_E"].dtype)
+        return (self.spread(d_tally),)
+
+    def spread(self, tree):
+        from ..compat import vary_over
+
+        return vary_over(tree, self.spec.roles.token_axes if self.spec.mesh is not None else ())
+
+    def losses(self, task: Task, reads, consts):
+        spec, groups = self.spec, self.groups
+        fair_load = spec.router.pairs_per_token(spec.num_experts) * groups.tokens / spec.num_experts
+        return (conclusions(reads[0], spec.load_balance, fair_load),)
+
+    def unpack(self, task: Task, reads, consts):
+        values = by_family(task.reads, reads)
+        y_BSD = self._outputs(values, consts)
+        if "h" not in values:
+            return (y_BSD,)
+        return (piece(values["h"], part_of(task), self.parts, self.degrees.dense_forward, self.dim) + y_BSD,)
+
+    def _outputs(self, values: dict[str, list], consts):
+        choice, groups = values["choice"][0], self.groups_of_part()
+        y_TD = self.layout.combine(values["back"], values["weights"][0], choice, values)
+        B, S = consts["mask"].shape
+        shape = (B, S // self.parts) if self.block.chunk == "sequence" else (B // self.parts, S)
+        y_BSD = outputs_of(y_TD, choice["valid"], choice["bad"], shape, groups).astype(self.spec.dtype)
+        if "shared" in values:
+            y_BSD = y_BSD + outputs_of(values["shared"][0], choice["valid"], choice["bad"], shape, groups)
+        return y_BSD
+
+    def unpack_gradient(self, task: Task, cotangents, values, consts):
+        """Residual and shared parts get the cotangent itself; no value of theirs is needed."""
+        (d_BSD,) = cotangents
+        wants = [v.removeprefix("d:") for v in task.writes]
+        pulled = [v for v in wants if v in values]
+        names = tuple(values)
+
+        def run(*wanted):
+            at = values | dict(zip(pulled, wanted, strict=True))
+            return self._outputs(by_family(names, tuple(at[v] for v in names)), consts)
+
+        _, pullback = jax.vjp(run, *(values[v] for v in pulled))
+        found = dict(zip(pulled, pullback(d_BSD), strict=True))
+        choice = next(v for n, v in values.items() if n.startswith("choice"))
+        parts = piece_gradient(d_BSD, part_of(task), self.parts, self.degrees.dense_forward, self.dim)
+        residual = iter(parts)
+        for v in wants:
+            if v.startswith("h."):
+                found[v] = next(residual)
+            elif v.startswith("shared."):
+                tokens, _ = tokens_of({"x": jnp.where(jnp.isfinite(d_BSD), d_BSD, 0), "mask": jnp.ones(d_BSD.shape[:2], bool),
+                                       "index": jnp.zeros(d_BSD.shape[:2], jnp.int32),
+                                       "segment": jnp.zeros(d_BSD.shape[:2], jnp.int32)}, self.groups_of_part())
+                found[v] = jnp.where(choice["valid"][:, None], tokens.x_TD, 0)
+        return tuple(found[v] for v in wants)
+
+    def _shared_weights(self, values: dict[str, list]) -> ExpertWeights:
+        get = lambda name: values.get(f"shared_{name}", [None])[0]  # noqa: E731
+        return ExpertWeights(get("w_up_EDF"), get("w_down_EFD"), get("w_gate_EDF"))
+
+    def shared_up(self, task: Task, reads, consts):
+        values = by_family(task.reads, reads)
+        w = self._shared_weights(values)
+        n_TD = values["n"][0]
+        return (experts_up(jnp.broadcast_to(n_TD, (1, w.up_EDF.shape[0], *n_TD.shape)), w),)
+
+    def shared_down(self, task: Task, reads, consts):
+        values = by_family(task.reads, reads)
+        w = self._shared_weights(values)
+        return (experts_down(values["shared_hidden"][0], w, self.spec.activation)[0].sum(0),)

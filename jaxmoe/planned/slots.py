@@ -1,0 +1,140 @@
+"""Tasks of the slots layout: chunks are cuts of every expert's slots, so that routing and drops are the uncut layer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..collectives import all_gather, all_to_all, reduce_scatter
+from ..dispatch import Slots
+from ..dispatch.rows import pack, sum_over_choices, unpack
+from ..dispatch.slots import index
+from ..experts import ExpertWeights, experts_down, experts_up, experts_up_gradient
+from ..plan.block import Block
+from ..plan.execute import Verb
+from ..plan.tasks import Degrees, Task
+from ..spec import Spec
+from ..types import Groups, Routing, RowIndex
+from .pieces import by_family
+
+
+@dataclass(frozen=True)
+class SlotsLayout:
+    """Values: slots, back [E, C, D]; rows, out [senders.., local E, C, D]; hidden [local E, senders, C, F]."""
+
+    block: Block
+    degrees: Degrees
+    spec: Spec
+
+    @property
+    def cuts(self) -> int:
+        """Slots are padded to a multiple of this, so that forward and backward chunks are equal."""
+        return lcm(self.degrees.moe_forward, self.degrees.moe_backward) if self.block.chunk == "slots" else 1
+
+    def choose(self, routing: Routing, groups: Groups) -> tuple[dict[str, Any], jax.Array]:
+        spec, by_group = self.spec, lambda a: a.reshape(groups.local, -1, a.shape[1])
+        assert isinstance(spec.dispatch, Slots)
+        capacity = spec.dispatch.capacity(spec.router, groups.tokens, spec.num_experts)
+        if self.block.chunk == "sequence":
+            capacity = groups.tokens   # nothing is dropped: see `moe_block`
+        where, dropped = index(by_group(routing.experts_TK), by_group(routing.chosen_TK), spec.num_experts, capacity,
+                               groups.axes)
+        return {"where": self._padded(where)}, dropped
+
+    def _padded(self, where: RowIndex) -> RowIndex:
+        """Empty slots after each expert's own, up to a multiple of `cuts`."""
+        E, empty = self.spec.num_experts, where.row_TK.size
+        pair_EC = where.pair_R.reshape(E, -1)
+        C = pair_EC.shape[1]
+        pair_EC = jnp.pad(pair_EC, ((0, 0), (0, -C % self.cuts)), constant_values=empty)
+        wide = pair_EC.shape[1]
+        row_TK = jnp.where(where.row_TK < E * C, where.row_TK // C * wide + where.row_TK % C, E * wide)
+        return RowIndex(row_TK, pair_EC.reshape(-1))
+
+    def combine(self, back: list, weights_TK, choice: dict[str, Any], extra: dict[str, list]) -> jax.Array:
+        back_ECD = back[0] if len(back) == 1 else jnp.concatenate(back, -2)
+        return unpack(back_ECD.reshape(-1, back_ECD.shape[-1]), weights_TK, choice["where"])
+
+    def table(self) -> dict[str, Verb]:
+        roles = self.spec.roles
+        return {
+            "pack": Verb(self.pack, self.pack_gradient),
+            "dispatch": Verb(self._one(lambda a: self.sent(a, roles.expert)),
+                             self._one_back(lambda g: self.returned(g, roles.expert))),
+            "combine": Verb(self._one(lambda a: self.returned(a, roles.expert)),
+                            self._one_back(lambda g: self.sent(g, roles.expert))),
+            "expert_gather": Verb(self._one(self.gathered), self._one_back(self.scattered)),
+            "expert_reduce": Verb(self._one(self.scattered), self._one_back(self.gathered)),
+            "experts_up": Verb(self.up, self.up_gradient), "experts_down": Verb(self.down),
+        }
+
+    @staticmethod
+    def _one(f):
+        return lambda task, reads, consts: (f(reads[0]),)
+
+    @staticmethod
+    def _one_back(f):
+        return lambda task, cotangents, values, consts: (f(cotangents[0]),)
+
+    def pack(self, task: Task, reads, consts):
+        n_TD, choice = reads
+        slots_ECD = pack(n_TD, choice["where"]).reshape(self.spec.num_experts, -1, n_TD.shape[1])
+        return tuple(jnp.split(slots_ECD, len(task.writes), 1))
+
+    def pack_gradient(self, task: Task, cotangents, values, consts):
+        (choice,) = values.values()
+        g_ECD = jnp.concatenate(cotangents, 1)
+        g_TD = sum_over_choices(g_ECD.reshape(-1, g_ECD.shape[-1]), choice["where"].row_TK)
+        return (g_TD.astype(g_ECD.dtype),)
+
+    def sent(self, slots_ECD, axes):
+        """[E, C, D] -> [senders, local E, C, D]."""
+        n = self.block.size(axes)
+        return all_to_all(slots_ECD, axes).reshape(n, -1, *slots_ECD.shape[1:])
+
+    def returned(self, rows_PECD, axes):
+        """[senders, local E, C, D] -> [E, C, D]."""
+        return all_to_all(rows_PECD.reshape(-1, *rows_PECD.shape[-2:]), axes)
+
+    def gathered(self, rows):
+        """Rows of all devices that hold a part of the same experts, in a new leading dim."""
+        whole = all_gather(rows[None], self.spec.roles.expert_shard)
+        return whole
+
+    def scattered(self, rows):
+        return reduce_scatter(rows, self.spec.roles.expert_shard)[0]
+
+    def _weights(self, values: dict[str, list]) -> ExpertWeights:
+        get = lambda name: values.get(name, [None])[0]  # noqa: E731
+        return ExpertWeights(get("w_up_EDF"), get("w_down_EFD"), get("w_gate_EDF"))
+
+    def _rows(self, values: dict[str, list]):
+        """What reaches the experts: "rows", or "slots" where nothing is exchanged."""
+        return (values.get("rows") or values.get("slots"))[0]
+
+    def up(self, task: Task, reads, consts):
+        values = by_family(task.reads, reads)
+        rows = self._rows(values)
+        return (experts_up(rows.reshape(-1, *rows.shape[-3:]), self._weights(values)),)
+
+    def up_gradient(self, task: Task, cotangents, values, consts):
+        """Of the rows: their values are not needed. Of the weights: as JAX has it."""
+        if task.direction != "input_grad":
+            return NotImplemented
+        (g_EGCF,) = cotangents
+        g_GECD = experts_up_gradient(g_EGCF, self._weights(by_family(tuple(values), tuple(values.values()))))
+        return (g_GECD.reshape(*self._lead(), *g_GECD.shape[-3:]),)
+
+    def _lead(self) -> tuple[int, ...]:
+        """Leading dims of rows, by what has been exchanged."""
+        p, q = (self.block.size(axes) for axes in (self.spec.roles.expert, self.spec.roles.expert_shard))
+        return (*((q,) if q > 1 else ()), *((p,) if p > 1 else ()))
+
+    def down(self, task: Task, reads, consts):
+        values = by_family(task.reads, reads)
+        out_GECD = experts_down(values["hidden"][0], self._weights(values), self.spec.activation)
+        return (out_GECD.reshape(*self._lead(), *out_GECD.shape[-3:]),)
