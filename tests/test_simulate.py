@@ -208,14 +208,20 @@ def test_ten_thousand_tasks():
     rng = np.random.default_rng(4)
     times = dict(zip(order, rng.uniform(0.5, 2, len(order)).tolist(), strict=True))
     prepared = Prepared(pass_, order)
-    start = time.perf_counter()
-    prepared.run(times, Slowdown(1.1, 1.05, 1.2, 1.1))
-    assert time.perf_counter() - start < 0.3
+    assert best_seconds(lambda: prepared.run(times, Slowdown(1.1, 1.05, 1.2, 1.1))) < 0.3
     pass_, order = fsmoe(20)
-    prepared, start = Prepared(pass_, order), time.perf_counter()
-    for _ in range(100):
-        prepared.makespan(times | seconds(pass_, d=1.0, g=1.0, e=1.0, s=1.0, c=1.0, G=1.0))
-    assert time.perf_counter() - start < 0.3
+    layer, times = Prepared(pass_, order), seconds(pass_, d=1.0, g=1.0, e=1.0, s=1.0, c=1.0, G=1.0)
+    assert best_seconds(lambda: [layer.makespan(times) for _ in range(100)]) < 0.1
+
+
+def best_seconds(call, tries=5):
+    """Of several tries: other processes share this machine."""
+    found = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
 
 
 @st.composite

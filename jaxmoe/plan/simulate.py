@@ -325,25 +325,40 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
 def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack: float = 1e-3,
         contention: Slowdown | None = None) -> tuple[tuple[str, ...], tuple[Span, ...], Timeline]:
-    """Order, spans and timeline in which as many collectives as possible are tied to what runs beside them.
+    """Order, spans and timeline in which as many collectives as possible are tied to what runs beside them (greedy).
 
-    A tie may delay tasks, and may bring a collective beside a product that it could not be tied to before; each is
-    added in turn, as long as the makespan stays within (1 + slack) of the untied one's. Streams keep their order.
+    Each collective in turn is tied to the tasks that run beside it, or is delayed to start with the next one, if the
+    makespan stays within (1 + slack) of the untied one's. Streams keep their order.
     """
     timeline = simulate_pass(pass_, order, durations, contention=contention)
     limit = timeline.makespan * (1 + slack)
     spans: tuple[Span, ...] = ()
-    refused: set[Span] = set()
+    tried: set[Span] = set()
     while True:
         tied = {s.task for s in spans}
-        new = next((s for s in spans_of(timeline) if s.task not in tied and s not in refused), None)
+        new = next((s for s in (*spans_of(timeline), *_next_spans(timeline)) if s.task not in tied and s not in tried),
+                   None)
         if new is None:
             return issue_order(timeline), spans, timeline
-        trial = simulate_pass(pass_, issue_order(timeline), durations, (*spans, new), contention)
+        tried.add(new)
+        try:
+            trial = simulate_pass(pass_, issue_order(timeline), durations, (*spans, new), contention)
+        except ValueError:   # the next task waits for the collective
+            continue
         if trial.makespan <= limit:
             spans, timeline = (*spans, new), trial
-        else:
-            refused.add(new)
+
+
+def _next_spans(timeline: Timeline) -> list[Span]:
+    """Each collective with the first compute task that starts after it does."""
+    compute = sorted((e for e in timeline.events if not e.task.is_collective), key=lambda e: e.start)
+    starts = [e.start for e in compute]
+    found = []
+    for event in sorted((e for e in timeline.events if e.task.is_collective), key=lambda e: e.start):
+        at = bisect_left(starts, event.start)
+        if at < len(compute):
+            found.append(Span(event.task.name, compute[at].task.name, compute[at].task.name))
+    return found
 
 
 def _share(one: Event, other: Event) -> float:
