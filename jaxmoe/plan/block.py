@@ -243,9 +243,9 @@ class _Builder:
             axes = (*b.role("expert"), *b.role("expert_shard"))
             self.add("exchange_sizes", (j,), [f"choice.{j}"], [f"sizes.{j}"], axes if b.size(axes) > 1 else None,
                      "all_to_all" if b.size(axes) > 1 else "memory", count=b.num_experts)
+        shared = self._shared(j, tokens) if b.shared_experts else []
         for i in chunks:
             self._experts(j, i, [f"sizes.{j}"] if ragged else [])
-        shared = self._shared(j, tokens) if b.shared_experts else []
         back = [f"back.{j}.{i}" for i in chunks]
         extra = [f"sizes.{j}", f"n.{j}", *self._names("experts")] if ragged else []
         residual = h if b.attention else []

@@ -1,0 +1,11 @@
+"""Schedules by name: functions of a block and a cluster that give a plan. A new one is a new file and a line here."""
+
+from collections.abc import Callable
+
+from ..tasks import Plan
+from . import pipemoe, sequential
+
+SCHEDULES: dict[str, Callable[..., Plan]] = {
+    "sequential": sequential.plan,
+    "pipemoe": pipemoe.plan,
+}

@@ -1,0 +1,50 @@
+"""PipeMoE: chunks of the MoE layer in a pipeline of communication and experts. (read; see also Tutel)
+
+    links    D0 D1 D2 D3 . C0 C1 C2 C3
+    compute     E0 E1 E2 E3                U      (backward: the same with its own degree; E takes twice as long)
+
+All dispatches come first, then all combines; experts follow chunk by chunk. The degree is the smallest that makes
+communication, or experts, the bound (closed form in `closed_forms.pipemoe_degree`); here it is enumerated by simulation,
+forward and backward apart. Gradients of dense parameters are reduced after everything else. No value changes.
+It wins where experts take about as long as the two All-to-Alls together.
+"""
+
+from __future__ import annotations
+
+from ..block import Block
+from ..cluster import Cluster
+from ..tasks import Degrees, Plan, Task
+from .base import Orders, best_degrees, build, moe_degrees, place
+
+FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "statistics": 3}
+BACKWARD = {"combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2, "dispatch:grad": 2,
+            "model_scatter:grad": 3, "model_gather:grad": 3, "grad_reduce": 4}
+# Input gradients of a chunk come before its weight gradients, which nothing waits for.
+EXPERTS = {"experts_down:dx": 0, "experts_up:dx": 1, "experts_down:dw": 2, "experts_up:dw": 3}
+
+
+def forward(task: Task) -> tuple:
+    return (task.layer, place(task, FORWARD)) if task.is_collective else (task.layer,)
+
+
+def backward(task: Task) -> tuple:
+    """Recomputation, then the graph's order but for experts, and reductions last."""
+    if task.direction == "recompute":
+        return (0,)
+    if task.verb == "grad_reduce":
+        return (2,)
+    layer = -task.layer
+    if task.is_collective:
+        return (1, layer, place(task, BACKWARD))
+    after = task.verb in ("pack", "route", "attn_out", "attend", "attn_in", "tally")
+    is_expert = task.verb in ("experts_up", "experts_down")
+    return (1, layer, 2 if after else 1 if is_expert else 0, -task.chunk if is_expert else 0, place(task, EXPERTS))
+
+
+ORDERS = Orders(forward, backward)
+
+
+def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, **options) -> Plan:
+    """degrees: None = the fastest in simulation."""
+    degrees = degrees or best_degrees(block, cluster, ORDERS, moe_degrees(block), **options)
+    return build("pipemoe", block, cluster, ORDERS, degrees, **options)
