@@ -1,9 +1,13 @@
 """Eight simulated CPU devices for every test."""
 
-import jax
-import pytest
+import os
 
-jax.config.update("jax_platforms", "cpu")
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"   # programs are compiled in half the time, and run a few times
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", 8)
 
 

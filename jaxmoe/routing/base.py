@@ -30,14 +30,17 @@ def logits_of(x_TD: jax.Array, w_DE: jax.Array) -> jax.Array:
     return x_TD.astype(wide) @ w_DE.astype(wide)
 
 
+def check_k(k: int, reachable: int, experts: str = "num_experts") -> None:
+    """Raise ValueError unless a token can choose k of so many experts."""
+    if not 1 <= k <= reachable:
+        raise ValueError(f"router.k must be between 1 and {experts}={reachable}, got {k}")
+
+
 def choose(
     scores_TE: jax.Array, logits_TE: jax.Array, ranking_TE: jax.Array, k: int, *, normalize: bool, scale: float = 1.0,
     forced_TK: jax.Array | None = None, valid_T: jax.Array,
 ) -> Routing:
     """The k experts of the highest ranking_TE, ties to the lowest index, weighted by their scores."""
-    num_experts = scores_TE.shape[-1]
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"router.k must be between 1 and num_experts={num_experts}, got {k}")
     _, experts_TK = jax.lax.top_k(jax.lax.stop_gradient(ranking_TE), k)
     if forced_TK is not None:
         experts_TK = jnp.where(forced_TK >= 0, forced_TK, experts_TK)
@@ -65,5 +68,6 @@ def updated_bias(bias_E: jax.Array, tokens_E: jax.Array, rate: float) -> jax.Arr
 
 
 def unit(x: jax.Array, dim: int) -> jax.Array:
-    """x / |x| along dim, with a gradient at 0."""
-    return x * jax.lax.rsqrt((x * x).sum(dim, keepdims=True) + 1e-12)
+    """x / |x| along dim; at 0 the identity, so that it has a gradient there."""
+    square = (x * x).sum(dim, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.where(square > 0, square, 1))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..types import Groups, Routing, Tokens
-from .base import Weight, choose, logits_of, unit
+from .base import Weight, check_k, choose, logits_of, unit
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Cosine:
     normalize: bool = False
 
     def weights(self, d_model: int, num_experts: int) -> dict[str, Weight]:
+        check_k(self.k, num_experts)
         rank = self.projection_rank or max(2, num_experts // 2)
         return {
             "w_DR": Weight((d_model, rank), d_model**-0.5),

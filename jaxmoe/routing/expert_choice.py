@@ -24,6 +24,10 @@ class ExpertChoice:
 
     capacity_factor: float = 2.0
 
+    def __post_init__(self):
+        if not self.capacity_factor > 0:
+            raise ValueError(f"router.capacity_factor must be positive, got {self.capacity_factor}")
+
     def weights(self, d_model: int, num_experts: int) -> dict[str, Weight]:
         return {"w_DE": Weight((d_model, num_experts), d_model**-0.5)}
 

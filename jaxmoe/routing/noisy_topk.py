@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..types import Groups, Routing, Tokens
-from .base import Weight, choose, logits_of
+from .base import Weight, check_k, choose, logits_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class NoisyTopK:
     k: int = 2
 
     def weights(self, d_model: int, num_experts: int) -> dict[str, Weight]:
+        check_k(self.k, num_experts)
         shape = (d_model, num_experts)
         return {"w_DE": Weight(shape, d_model**-0.5), "w_noise_DE": Weight(shape, 0.0)}
 

@@ -23,6 +23,10 @@ class Soft:
 
     slots_per_expert: int = 1
 
+    def __post_init__(self):
+        if self.slots_per_expert < 1:
+            raise ValueError(f"router.slots_per_expert must be at least 1, got {self.slots_per_expert}")
+
     def weights(self, d_model: int, num_experts: int) -> dict[str, Weight]:
         shape = (d_model, num_experts, self.slots_per_expert)
         return {"phi_DEC": Weight(shape, d_model**-0.5), "scale": Weight((), 0.0, 1.0)}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..types import Groups, Routing, Tokens
-from .base import Weight, choose, logits_of
+from .base import Weight, check_k, choose, logits_of
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class TopK:
             raise ValueError(f"router.groups must divide num_experts={num_experts}, and router.groups_kept be "
                              f"between 1 and router.groups, got {self.groups} and {self.groups_kept}")
         reachable = num_experts // self.groups * self.groups_kept
-        if not 1 <= self.k <= reachable:
-            experts = "num_experts" if self.groups == 1 else "the experts of router.groups_kept groups"
-            raise ValueError(f"router.k must be between 1 and {experts}={reachable}, got {self.k}")
+        check_k(self.k, reachable, "num_experts" if self.groups == 1 else "the experts of router.groups_kept groups")
         return {"w_DE": Weight((d_model, num_experts), d_model**-0.5)}
 
     def pairs_per_token(self, num_experts: int) -> float:
