@@ -130,8 +130,31 @@ class MoEConfig(Section):
     importance_coef: NonNegative = 0.0
 
 
+class DegreesConfig(Section):
+    """Number of chunks of MoE and of other tasks."""
+
+    moe_forward: PositiveInt = 1
+    moe_backward: PositiveInt = 1
+    dense_forward: PositiveInt = 1
+    dense_backward: PositiveInt = 1
+
+
 class ScheduleConfig(Section):
-    kind: Literal["sequential"] = "sequential"
+    """kind: "plain" runs without a plan, in whatever order XLA finds.
+
+    cluster: file or shipped name of the cluster whose costs a plan is made with. degrees: None = the fastest in
+    simulation. plan: a file to take the plan from instead. chunk: what chunks are cut along. segment: layers planned
+    together. slices: pieces of the dense gradient's reduction. barriers: False leaves the order of tasks to XLA.
+    """
+
+    kind: Literal["plain", "sequential", "pipemoe"] = "plain"
+    cluster: str = "8x8-h100"
+    degrees: DegreesConfig | None = None
+    plan: str | None = None
+    chunk: Literal["slots", "batch", "sequence"] = "slots"
+    segment: PositiveInt = 1
+    slices: PositiveInt = 1
+    barriers: bool = True
 
 
 class CodecConfig(Section):
@@ -205,6 +228,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     _check_sizes(cfg)
     _check_router(cfg)
     _check_train(cfg)
+    _check_schedule(cfg)
     return cfg
 
 
@@ -342,3 +366,16 @@ def _check_train(cfg: Config) -> None:
         raise ConfigError(f"train.batch must be a multiple of train.accumulate={t.accumulate}, got {t.batch}")
     if t.data.kind == "text" and not t.data.files:
         raise ConfigError('train.data.files must be a glob pattern for train.data.kind="text", got none')
+
+
+def _check_schedule(cfg: Config) -> None:
+    if cfg.schedule.kind == "plain" and cfg.schedule.plan is None:
+        return
+    for key, value, want in (("model.scan", cfg.model.scan, True), ("model.moe_every", cfg.model.moe_every, 1)):
+        if value != want:
+            raise ConfigError(f"{key} must be {str(want).lower()} for a planned schedule (schedule.kind), "
+                              f"got {str(value).lower()}")
+    if cfg.model.layers % cfg.schedule.segment:
+        raise ConfigError(f"schedule.segment must divide model.layers={cfg.model.layers}, got {cfg.schedule.segment}")
+    if isinstance(cfg.moe.router, SoftConfig):
+        raise ConfigError('schedule.kind must be "plain" for moe.router.kind="soft", got ' f'"{cfg.schedule.kind}"')

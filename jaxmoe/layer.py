@@ -18,6 +18,7 @@ from .mesh import Roles, axes_size
 from .parameters import normal
 from .plan.tasks import Plan
 from .planned import planned_layer
+from .planning import layer_plan
 from .routing import Router, TopK, bias_update_rate, updated_bias
 from .routing.losses import statistics
 from .routing.tokens import outputs_of, tokens_of
@@ -39,6 +40,7 @@ class MoE(nnx.Module):
     group: capacity groups, "sequence" (each sequence is one) or n contiguous pieces of the global batch.
     load_balance: which formula, "switch", "hf", "megatron" or "deepseek_seq".
     dtype: compute type of the experts; parameters are float32, and routing is at least float32.
+    schedule: None = no plan; a `Plan`, or a schedule's name, planned for the first shapes that come.
 
     Example: ``moe = MoE(64, 128, 8, router=TopK(k=2), rngs=nnx.Rngs(0)); y, aux = moe(jnp.ones((2, 16, 64)))``
     """
@@ -47,10 +49,12 @@ class MoE(nnx.Module):
         self, d_model: int, d_ff: int, num_experts: int, *, rngs: nnx.Rngs, router: Router = TopK(),
         dispatch: Dispatch = Slots(), activation: str = "swiglu", shared_experts: int = 0, mesh: Mesh | None = None,
         roles: Roles | None = None, group: Group = "sequence", load_balance: str = "switch", dtype: Any = jnp.float32,
+        schedule: str | Plan | None = None,
     ):
         roles = roles if mesh is not None and roles is not None else Roles()
         self.spec = spec = Spec(d_model, d_ff, num_experts, router, dispatch, activation, mesh, roles, group,
                                 load_balance, jnp.dtype(dtype))
+        self.schedule = schedule
         weights = router.weights(d_model, num_experts)
         self.router = nnx.Dict({name: normal(rngs, w.shape, w.scale, mesh, mean=w.mean) for name, w in weights.items()})
         bias_E = normal(rngs, (num_experts,), 0.0, mesh)[...] if bias_update_rate(router) else None
@@ -74,7 +78,7 @@ class MoE(nnx.Module):
         weights = ExpertWeights(self.w_up_EDF[...], self.w_down_EFD[...], _value(self.w_gate_EDF))
         router = {name: w[...] for name, w in self.router.items()}
         y_BSD, aux = apply(self.spec, router, weights, x_BSD, token_mask, segment_ids, forced_experts,
-                           _value(self.bias), key)
+                           _value(self.bias), key, self.schedule)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD, token_mask)
         return y_BSD, aux
@@ -117,9 +121,9 @@ def _value(param):
 
 def apply(
     spec: Spec, router: dict[str, jax.Array], w: ExpertWeights, x_BSD, token_mask=None, segment_ids=None,
-    forced_experts=None, bias_E=None, key=None, plan: Plan | None = None,
+    forced_experts=None, bias_E=None, key=None, schedule: str | Plan | None = None,
 ) -> tuple[jax.Array, Aux]:
-    """The functional core. Pads batch and sequence to the mesh, and opens the one shard_map. plan: None = no plan."""
+    """The functional core. Pads batch and sequence to the mesh, and opens the one shard_map."""
     B, S = _check_inputs(spec, x_BSD, token_mask, segment_ids, forced_experts)
     roles, mesh = spec.roles, spec.mesh
     shards, sequence_shards = axes_size(mesh, roles.batch_axes), axes_size(mesh, roles.sequence_axes)
@@ -131,7 +135,10 @@ def apply(
         "segment": jnp.zeros((B, S), jnp.int32) if segment_ids is None else segment_ids, "forced": forced_experts,
     }
     by_token = {name: jnp.pad(a, (*extra, *((0, 0),) * (a.ndim - 2))) for name, a in by_token.items() if a is not None}
-    body = partial(_local, spec, groups) if plan is None else partial(planned_layer, plan, spec, groups)
+    body = partial(_local, spec, groups)
+    if schedule is not None:
+        plan = layer_plan(schedule, spec, B, S) if isinstance(schedule, str) else schedule
+        body = partial(planned_layer, plan, spec, groups)
     if mesh is not None:
         tokens = P(roles.batch_axes, roles.sequence_axes)
         up, down, gate = spec.expert_specs

@@ -13,9 +13,14 @@ from jax.sharding import PartitionSpec as P
 from ..attention import attend, rope
 from ..dispatch import DISPATCHES
 from ..layer import MoE
-from ..mesh import axes_size, roles_of
+from ..mesh import Roles, axes_size, roles_of
+from ..norm import rms_norm
 from ..parameters import normal, ones
+from ..plan.tasks import Plan
+from ..planned.attention import AttentionVerbs
+from ..planned.decoder import planned_stack
 from ..routing import ROUTERS
+from ..spec import Spec
 from ..types import Aux
 from .cache import KV, Cache, constrain, empty, kv_spec, written
 from .stack import scanned, stacked, unrolled, unstacked
@@ -43,9 +48,7 @@ class RMSNorm(nnx.Module):
         self.scale, self.eps = ones((width,), mesh), eps
 
     def __call__(self, x):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...]).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -99,15 +102,23 @@ class DenseFFN(nnx.Module):
         return (jax.nn.silu(x @ gate) * (x @ up)) @ down, None
 
 
-def moe_of(cfg, mesh, roles, rngs, dtype) -> MoE:
-    """The MoE layer that `[moe]` describes."""
+def spec_of(cfg, mesh, dtype=None) -> Spec:
+    """What `[moe]` says of the MoE layers."""
     e = cfg.moe
-    return MoE(
-        cfg.model.d_model, e.d_ff, e.num_experts, rngs=rngs, mesh=mesh, roles=roles, dtype=dtype,
-        router=ROUTERS[e.router.kind](**e.router.model_dump(exclude={"kind"})),
-        dispatch=DISPATCHES[e.dispatch.kind](**e.dispatch.model_dump(exclude={"kind"})),
-        activation=e.activation, shared_experts=e.shared_experts, group=e.group, load_balance=e.load_balance,
+    return Spec(
+        cfg.model.d_model, e.d_ff, e.num_experts, ROUTERS[e.router.kind](**e.router.model_dump(exclude={"kind"})),
+        DISPATCHES[e.dispatch.kind](**e.dispatch.model_dump(exclude={"kind"})), e.activation, mesh,
+        roles_of(cfg) if mesh is not None else Roles(), e.group, e.load_balance,
+        jnp.dtype(compute_dtype(cfg) if dtype is None else dtype),
     )
+
+
+def moe_of(cfg, mesh, rngs, dtype) -> MoE:
+    """The MoE layer that `[moe]` describes."""
+    s = spec_of(cfg, mesh, dtype)
+    return MoE(s.d_model, s.d_ff, s.num_experts, rngs=rngs, router=s.router, dispatch=s.dispatch, activation=s.activation,
+               shared_experts=cfg.moe.shared_experts, mesh=mesh, roles=s.roles, group=s.group,
+               load_balance=s.load_balance, dtype=s.dtype)
 
 
 class Block(nnx.Module):
@@ -119,7 +130,7 @@ class Block(nnx.Module):
         self.attention_norm, self.ffn_norm = (RMSNorm(m.d_model, m.norm_eps, mesh) for _ in range(2))
         self.attention = Attention(cfg, mesh, roles, rngs)
         dense = (layer + 1) % m.moe_every
-        self.ffn = DenseFFN(cfg, mesh, roles, rngs) if dense else moe_of(cfg, mesh, roles, rngs, dtype)
+        self.ffn = DenseFFN(cfg, mesh, roles, rngs) if dense else moe_of(cfg, mesh, rngs, dtype)
 
     def __call__(self, x_BSD, context: Context, kv: KV | None = None, key=None):
         """x_BSD, aux of the MoE layer or None, kv."""
@@ -140,7 +151,11 @@ class DecoderLM(nnx.Module):
 
     cfg.model.scan: layers run as a scan over stacked parameters; the same numbers, and a compile time that does not
     grow with the layers. dtype: compute type, by default of train.precision.
+
+    plan: if set, batches of the shape that it was made for run as it says; others, and decoding, run without a plan.
     """
+
+    plan: Plan | None = None
 
     def __init__(self, cfg, mesh: Mesh | None, rngs: nnx.Rngs, dtype: Any = None):
         m, roles = cfg.model, roles_of(cfg)
@@ -167,7 +182,11 @@ class DecoderLM(nnx.Module):
         documents_BS = _documents(token_mask, segment_ids)
         mask_BSL = None if documents_BS is None else documents_BS[:, :, None] == documents_BS[:, None, :]
         context = Context(_positions(segment_ids, tokens_BS.shape), mask_BSL, token_mask, segment_ids)
-        x_BSD, aux_L, _ = self._run(self._embed(tokens_BS), context, (None,) * len(self.blocks), key)
+        x_BSD = self._embed(tokens_BS)
+        if self.plan is not None and self._is_planned(tokens_BS.shape):
+            x_BSD, aux_L = self._run_planned(self.plan, x_BSD, context, documents_BS, key)
+        else:
+            x_BSD, aux_L, _ = self._run(x_BSD, context, (None,) * len(self.blocks), key)
         return self._logits(x_BSD)[:B, :S], no_aux(self.num_experts) if aux_L is None else of_layers(aux_L)
 
     def init_cache(self, batch: int, length: int) -> Cache:
@@ -224,6 +243,21 @@ class DecoderLM(nnx.Module):
             keys = tuple(keys_NL.T) if self.scan else tuple(keys_NL[0])
         run = scanned if self.scan else unrolled
         return run(self.blocks, self.remat, x_BSD, context, cache, keys)
+
+    def _is_planned(self, shape: tuple[int, int]) -> bool:
+        """Whether a global batch of this shape is the plan's."""
+        assert self.plan is not None
+        shards = axes_size(self.mesh, self.roles.batch_axes), axes_size(self.mesh, self.roles.sequence_axes)
+        return (self.plan.block.batch * shards[0], self.plan.block.seq * shards[1]) == shape
+
+    def _run_planned(self, plan: Plan, x_BSD, context: Context, documents_BS, key):
+        block = self.blocks[0]
+        keys_L = None if key is None else jax.random.split(key, self.layers)
+        attention = AttentionVerbs(plan.block, plan.degrees, block.attention.theta, block.ffn_norm.eps,
+                                   block.attention.backend)
+        x_BSD, aux_L = planned_stack(plan, block.ffn.spec, attention, block, self.mesh, x_BSD, context.positions_BS,
+                                     documents_BS, context.token_mask, context.segment_ids, keys_L)
+        return constrain(x_BSD, self.mesh, P(self.roles.batch_axes, self.roles.sequence_axes)), aux_L
 
     def _padded(self, tokens_BS, token_mask, segment_ids) -> tuple[Any, Any, Any]:
         """The batch with padding up to multiples of the mesh."""

@@ -151,11 +151,18 @@ class Cluster(Section):
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file. Raises ConfigError, one line that names the file and the key."""
+    """Read a cluster file, or one that comes with the library by its name, such as "8x8-h100".
+
+    Raises ConfigError, one line that names the file and the key.
+    """
+    shipped = resources.files("jaxmoe.clusters") / f"{path}.toml"
+    source = shipped if shipped.is_file() else Path(path)
     try:
-        return Cluster.from_toml(Path(path).read_text())
+        return Cluster.from_toml(source.read_text())
     except OSError as e:
-        raise ConfigError(f"cluster file {str(path)!r} cannot be read: {e.strerror}") from e
+        names = ", ".join(sorted(f.name.removesuffix(".toml") for f in resources.files("jaxmoe.clusters").iterdir()
+                                 if f.name.endswith(".toml")))
+        raise ConfigError(f"cluster file {str(path)!r} cannot be read: {e.strerror}; shipped: {names}") from e
     except (ConfigError, UnicodeDecodeError) as e:
         raise ConfigError(f"cluster file {str(path)!r}: {e}") from None
 

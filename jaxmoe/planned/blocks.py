@@ -99,6 +99,10 @@ GROUPS = {"attention_norm": "attention", "w_q": "attention", "w_k": "attention",
           "q_norm": "attention", "k_norm": "attention", "ffn_norm": "router"}
 
 
+# Roles that split a group's arrays at work; axes of `fsdp` that are not among them only store.
+WORKING = {"attention": ("model",), "experts": ("expert", "expert_shard")}
+
+
 def group_of(name: str) -> str:
     if name in GROUPS:
         return GROUPS[name]
@@ -108,10 +112,9 @@ def group_of(name: str) -> str:
 def _param(block: Block, name: str, shape: tuple[int, ...], spec: P) -> Param:
     """shape: global. Axes of `fsdp` only store; all other axes in the spec split the work, too."""
     roles = dict(block.roles)
-    used = {a for role in ("expert", "expert_shard", "model") for a in roles[role]}
     names = [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in spec]
     names += [()] * (len(shape) - len(names))
-    working = used if group_of(name) != "experts" else {*roles["expert"], *roles["expert_shard"]}
+    working = {a for role in WORKING.get(group_of(name), ()) for a in roles[role]}
     gather, gather_dim, local = (), 0, []
     for dim, (size, axes) in enumerate(zip(shape, names, strict=True)):
         stored = tuple(a for a in axes if a in roles["fsdp"] and a not in working)

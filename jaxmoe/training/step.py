@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxmoe.planning import plan
+
 Batch = dict[str, jax.Array]
 # Every metric of a microbatch is averaged by its share of valid tokens, but these.
 SUMMED = ("dropped_pairs", "nonfinite_tokens")
@@ -73,6 +75,8 @@ def init_state(cfg: Any, mesh: jax.sharding.Mesh) -> tuple[nnx.Module, nnx.Optim
     from jaxmoe.models.decoder import DecoderLM
 
     model = DecoderLM(cfg, mesh, rngs=nnx.Rngs(cfg.train.seed))
+    if cfg.schedule.kind != "plain" or cfg.schedule.plan is not None:
+        model.plan = plan(cfg)
     optimizer = nnx.Optimizer(model, make_optimizer(cfg), wrt=nnx.Param)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     state = nnx.state(optimizer)

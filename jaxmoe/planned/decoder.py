@@ -1,0 +1,83 @@
+"""The stack of a decoder's blocks run as a plan says, inside one shard_map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..plan.block import Block
+from ..plan.execute import stack
+from ..plan.tasks import Plan
+from ..spec import Spec
+from ..types import Aux
+from .attention import AttentionVerbs
+from .blocks import attention_block, moe_block
+from .layer import moe_verbs
+
+NAMES = {("attention_norm", "scale"): "attention_norm", ("ffn_norm", "scale"): "ffn_norm",
+         ("attention", "q_norm", "scale"): "q_norm", ("attention", "k_norm", "scale"): "k_norm"}
+
+
+def stack_parameters(block: nnx.Module) -> dict[str, nnx.Variable]:
+    """Parameters of a scanned block by the names that plans use, each [layers, ...]."""
+    return {_name(path): v for path, v in nnx.to_flat_state(nnx.state(block, nnx.Param))}
+
+
+def _name(path: tuple) -> str:
+    if path in NAMES:
+        return NAMES[path]
+    _, *rest = path
+    return "_".join(rest)   # ("ffn", "router", "w_DE") -> "router_w_DE"
+
+
+def decoder_block(cfg: Any, spec: Spec, shapes: dict[str, tuple[int, ...]], specs: dict[str, P], batch: int,
+                  links: dict[str, str] | None = None) -> Block:
+    """What plans of a decoder are made of. shapes, specs: of one layer's parameters; batch: global."""
+    m = cfg.model
+    block = moe_block(spec, batch, m.seq, chunk=cfg.schedule.chunk, shared_experts=cfg.moe.shared_experts, links=links,
+                      shapes=shapes, specs=specs)
+    return attention_block(block, m.layers, cfg.schedule.segment, m.heads, m.kv_heads, m.d_model // m.heads)
+
+
+def planned_stack(
+    plan: Plan, spec: Spec, attention: Any, block: nnx.Module, mesh: Mesh | None, x_BSD: jax.Array, positions_BS,
+    documents_BS, token_mask, segment_ids, keys_L,
+) -> tuple[jax.Array, Aux]:
+    """x_BSD and aux with a leading dim over layers. attention: rope_theta, norm_eps and backend, see `AttentionVerbs`."""
+    B, S, _ = x_BSD.shape
+    roles = spec.roles
+    variables = stack_parameters(block)
+    params = {n: v[...] for n, v in variables.items()}
+    bias = block.ffn.bias   # type: ignore[attr-defined]
+    layered = {n: a for n, a in (("bias", None if bias is None else bias[...]), ("key", keys_L)) if a is not None}
+    tokens = {
+        "mask": jnp.ones((B, S), bool) if token_mask is None else token_mask.astype(bool),
+        "index": jnp.arange(B * S).reshape(B, S),
+        "segment": jnp.zeros((B, S), jnp.int32) if segment_ids is None else segment_ids,
+    }
+    sequences = {"positions": positions_BS} | ({} if documents_BS is None else {"documents": documents_BS})
+    groups = spec.groups(B, S)
+    verbs = moe_verbs(plan, spec, groups, attention.norm_eps)
+    verbs = verbs | replace(attention, block=plan.block, degrees=plan.degrees).table()
+    run = stack(plan, verbs)
+
+    def local(x_BSD, params, tokens, sequences, layered):
+        return run(x_BSD, params, tokens | sequences, layered)
+
+    if mesh is None:
+        return local(x_BSD, params, tokens, sequences, layered)
+    by_token, by_sequence = P(roles.batch_axes, roles.sequence_axes), P(roles.batch_axes)
+    in_specs = (by_token, {n: v.get_metadata("spec", P()) for n, v in variables.items()},
+                dict.fromkeys(tokens, by_token), dict.fromkeys(sequences, by_sequence),
+                jax.tree.map(lambda _: P(), layered))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(by_token, P()), check_vma=True)
+    return mapped(x_BSD, params, tokens, sequences, layered)
+
+
+__all__ = ["AttentionVerbs", "decoder_block", "planned_stack", "stack_parameters"]

@@ -1,0 +1,107 @@
+"""From a config and a cluster to a plan, and what a plan says about time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from .plan.block import SAVED, Block
+from .plan.cluster import Cluster, load_cluster
+from .plan.schedules import SCHEDULES
+from .plan.tasks import Degrees, Plan
+from .planned import moe_block
+from .spec import Spec
+
+# train.remat -> families of values that are kept for the backward pass.
+KEPT = {
+    "none": SAVED,
+    "dots": tuple(f for f in SAVED if f not in ("o", "n")),
+    "full": ("x",),
+}
+
+
+def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
+    """The plan that `[schedule]` asks for, for the model and batch of cfg.
+
+    cluster: costs to plan with; None = `schedule.cluster`. Raises ValueError if the plan in `schedule.plan` was made for
+    other shapes, or if the schedule is "plain".
+
+    Example: ``plan = jaxmoe.plan(cfg, "8x8-h100"); print(plan.degrees)``
+    """
+    cluster = _cluster(cfg.schedule.cluster if cluster is None else cluster)
+    block = block_of(cfg, cluster)
+    if cfg.schedule.plan is not None:
+        return _read(cfg.schedule.plan, block)
+    if cfg.schedule.kind not in SCHEDULES:
+        raise ValueError(f"schedule.kind must be one of {', '.join(SCHEDULES)} to make a plan, got {cfg.schedule.kind!r}")
+    return alternatives(cfg, cluster, (cfg.schedule.kind,), block)[cfg.schedule.kind]
+
+
+def alternatives(cfg: Any, cluster: Cluster, kinds: Any = tuple(SCHEDULES), block: Block | None = None) -> dict[str, Plan]:
+    """A plan of each schedule that can run this config."""
+    block = block or block_of(cfg, cluster)
+    degrees = None if cfg.schedule.degrees is None else Degrees(**cfg.schedule.degrees.model_dump())
+    options = {"saved": KEPT[cfg.train.remat], "slices": cfg.schedule.slices}
+    return {kind: _with_barriers(SCHEDULES[kind](block, cluster, degrees, **options), cfg) for kind in kinds}
+
+
+def _with_barriers(made: Plan, cfg: Any) -> Plan:
+    from dataclasses import replace
+
+    return made if cfg.schedule.barriers else replace(made, barriers=False)
+
+
+def _cluster(cluster: Cluster | str | Path) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+
+
+def _read(path: str, block: Block) -> Plan:
+    try:
+        found = Plan.from_json(Path(path).read_text())
+    except OSError as e:
+        raise ValueError(f"schedule.plan {path!r} cannot be read: {e.strerror}") from e
+    for name in Block.__dataclass_fields__:
+        if name != "links" and getattr(found.block, name) != getattr(block, name):
+            raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "
+                             f"has {getattr(block, name)!r}")
+    return found
+
+
+def block_of(cfg: Any, cluster: Cluster) -> Block:
+    """The block of a config's model, from shapes alone."""
+    from .models.decoder import spec_of
+    from .planned.decoder import decoder_block
+    from .training.describe import abstract_mesh
+
+    mesh = abstract_mesh(cfg)
+    shapes, specs = _layer_parameters(cfg, mesh)
+    return decoder_block(cfg, spec_of(cfg, mesh), shapes, specs, cfg.train.batch // cfg.train.accumulate,
+                         dict(cluster.links))
+
+
+def _layer_parameters(cfg: Any, mesh: AbstractMesh) -> tuple[dict[str, tuple[int, ...]], dict[str, P]]:
+    """Shapes and shardings of one layer of the scanned stack, by the names that plans use."""
+    import jax
+    from flax import nnx
+
+    from .models.decoder import DecoderLM
+    from .planned.decoder import stack_parameters
+
+    key: Any = jax.random.key(0)
+    model: Any = nnx.eval_shape(lambda: DecoderLM(cfg, mesh, rngs=nnx.Rngs(key)))  # type: ignore[arg-type]
+    found = stack_parameters(model.blocks[0])
+    shapes = {n: tuple(v.get_value().shape[1:]) for n, v in found.items()}
+    return shapes, {n: P(*tuple(v.get_metadata("spec", P()))[1:]) for n, v in found.items()}
+
+
+@lru_cache(maxsize=64)
+def layer_plan(schedule: str, spec: Spec, batch: int, sequence: int, cluster: str = "8x8-h100") -> Plan:
+    """The plan of one MoE layer for a global batch [batch, sequence]."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be None, a Plan or one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    costs = load_cluster(cluster)
+    return SCHEDULES[schedule](moe_block(spec, batch, sequence, links=dict(costs.links)), costs)
