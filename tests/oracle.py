@@ -173,7 +173,7 @@ def forward(x, w, setting, d: Decisions, given=Given()):
     """y_BSD and losses, by loops."""
     if isinstance(setting.router, Soft):
         return soft_forward(x, w, setting, d)
-    y, (B, S, _), router = np.zeros_like(x), x.shape, setting.router
+    y, router = np.zeros_like(x), setting.router
     weight, mean, z = np.zeros(setting.num_experts), 0.0, 0.0
     for b, s in zip(*np.nonzero(d.valid), strict=True):
         logits = logits_of(np, router, x[b, s], w, None if given.noise is None else given.noise[b, s])
