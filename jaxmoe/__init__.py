@@ -1,5 +1,6 @@
 """jaxmoe: Mixture-of-Experts transformers in JAX, trained across devices."""
 
+from . import codec as codec
 from . import collectives as collectives
 from . import linen as linen
 from .config import ConfigError as ConfigError
