@@ -29,12 +29,13 @@ from jaxmoe import ExpertChoice, TopK
 
 pytestmark = pytest.mark.usefixtures("x64")
 PRODUCT = [c for c in itertools.product(PLACES, ROUTERS, LAYOUTS) if c[1:] != ("soft", "ragged")]
+MAIN = list(PLACES)[:8]   # no role, each alone, the usual mix, all of them
 
 
 def covering():
-    """Some of the product in which every pair of place and router, place and layout, and router and layout occurs."""
+    """Some of the product in which every pair of main place and router, main place and layout, router and layout is."""
     found, layouts = [], list(LAYOUTS)
-    for (i, place), (j, router) in itertools.product(enumerate(PLACES), enumerate(ROUTERS)):
+    for (i, place), (j, router) in itertools.product(enumerate(MAIN), enumerate(ROUTERS)):
         some = layouts[:2] if router == "soft" else layouts
         found.append((place, router, some[(i + j) % len(some)]))
     return found
@@ -42,12 +43,17 @@ def covering():
 
 def test_the_selection_covers_every_pair():
     pairs = lambda cases: {pair for case in cases for pair in itertools.combinations(case, 2)}  # noqa: E731
-    assert pairs(covering()) == pairs(PRODUCT)
+    assert pairs(covering()) == pairs(case for case in PRODUCT if case[0] in MAIN)
 
 
 @pytest.mark.parametrize(("place", "router", "layout"), covering())
 def test_equals_oracle(place, router, layout):
     check_all_routings(make(place, layout, router=router))
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in MAIN])
+def test_equals_oracle_in_other_mixes_of_roles(place):
+    check_all_routings(make(place, "slots-tight"))
 
 
 @pytest.mark.slow
@@ -90,7 +96,7 @@ def test_case_12_one_expert_is_the_dense_layer():
     w = weights_of(moe)
     x = inputs()
     dense = (jax.nn.silu(x @ w["gate"][0]) * (x @ w["up"][0])) @ w["down"][0]
-    np.testing.assert_allclose(moe(jnp.asarray(x))[0], dense, rtol=1e-12)
+    np.testing.assert_allclose(values_and_gradients(moe, jnp.asarray(x))[0][0], dense, rtol=1e-12)
 
 
 @pytest.mark.parametrize("layout", ["slots-tight", "ragged"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +65,13 @@ def masked_batch(rows=8):
     return {"tokens": tokens, "mask": np.arange(9) < (2 + np.arange(rows) % 8)[:, None]}
 
 
+@partial(nnx.jit, static_argnames=("coefs", "accumulate"))
+def compiled_gradients(model, batch, coefs, accumulate):
+    return gradients(model, batch, dict(coefs), accumulate)
+
+
 def grads_of(model, batch, coefs, accumulate=1):
-    metrics, grads = nnx.jit(lambda m, b: gradients(m, b, coefs, accumulate))(model, batch)
+    metrics, grads = compiled_gradients(model, batch, tuple(coefs.items()), accumulate)
     flat = nnx.to_flat_state(grads)
     return metrics, {".".join(map(str, path)): np.asarray(v.get_value()) for path, v in flat}
 
@@ -104,7 +110,7 @@ def test_case_13_every_parameter_changes_in_one_step(scan):
     # Case 21: losses under a scan are found, and the cross-entropy is reported apart from them.
     total = metrics["loss"] + 0.01 * metrics["load_balance"] + 1e-3 * metrics["router_z"]
     np.testing.assert_allclose(metrics["total"], total, rtol=1e-6)
-    assert 1 <= float(metrics["load_balance"]) < 8
+    np.testing.assert_allclose(metrics["load_balance"], 1, rtol=1e-6)   # as every expert gets every token
 
 
 def test_case_15_router_gradient_without_cross_entropy(one_device):
@@ -182,7 +188,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(text, tmp_path):
 
 
 @pytest.mark.parametrize(("where", "named"), [
-    ("embedding", "loss and router losses and gradients must be finite"),
+    ("embedding", "step 1: loss and gradients and parameters must be finite"),
     ("rate", "step 1: parameters must be finite"),
 ])
 def test_not_finite_is_named_and_changes_nothing(where, named, monkeypatch, text, tmp_path):
@@ -210,7 +216,7 @@ def test_batch_must_fit_microbatches_and_devices(text, tmp_path):
 
 
 def test_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path):
-    keys = {"steps": 300, "eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
+    keys = {"steps": 100, "eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
     settings = {name: tree(text, tmp_path / name, **keys) for name in ("whole", "cut")}
     train(from_dict(settings["whole"]), quiet=True)
     code = ("import json, sys, jax; jax.config.update('jax_num_cpu_devices', 8); from jaxmoe.config import from_dict; "
@@ -223,7 +229,7 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path):
     run.send_signal(signal.SIGINT)
     message = run.communicate(timeout=120)[1]
     assert "go on with `jaxmoe train CONFIG --resume`" in message, message
-    assert len(losses(tmp_path / "cut")) < 300
+    assert len(losses(tmp_path / "cut")) < 100
     train(from_dict(settings["cut"]), resume=True, quiet=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
@@ -261,4 +267,4 @@ def hlo_lines(num_experts):
 
 
 def test_case_38_no_unrolling_over_experts():
-    assert hlo_lines(32) == hlo_lines(8)
+    assert hlo_lines(128) == hlo_lines(64)
