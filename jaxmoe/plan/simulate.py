@@ -167,9 +167,10 @@ class Prepared:
             end[i] = start + seconds[i]
         return end
 
-    def makespan(self, durations: Mapping[str, float]) -> float:
-        """Seconds of the pass without contention."""
-        return max(self.ends([durations[t.name] for t in self.tasks]), default=0.0)
+    def makespan(self, durations: Mapping[str, float], contention: Slowdown | None = None) -> float:
+        """Seconds of the pass."""
+        seconds = [durations[t.name] for t in self.tasks]
+        return max(self._contend(seconds, contention)[1] if contention else self.ends(seconds), default=0.0)
 
     def makespans(self, durations: Mapping[str, np.ndarray], efficiency: float = 1.0) -> np.ndarray:
         """Seconds of many cases at once: `makespan` for arrays of durations, with an overlap efficiency."""

@@ -9,7 +9,7 @@ from typing import Any
 from .grid import as_text as as_text
 from .grid import plot as _plot
 
-NAMES = ("fsmoe",)
+NAMES = ("fsmoe", "parm", "mast", "sp-moe", "sm-aware", "zipccl")
 
 
 def reproduce(name: str, plot: str | Path | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ DEGREES = (1, 2, 4, 8)
 @dataclass(frozen=True)
 class Grid:
     """speedups: "testbed: baseline" -> one ratio a case, baseline's seconds over the system's. paper: the same keys,
-    published means, or (lowest, highest). notes: what differs from the paper. facts: other figures. cases: simulated."""
+    published means, or (lowest, highest). notes: what differs from the paper. facts: other figures. cases: how many."""
 
     name: str
     cases: int
@@ -80,7 +80,8 @@ def plot(grid: Grid, path: str | Path) -> None:
     figure = Figure(figsize=(9, 0.5 + 0.45 * len(grid.speedups)), layout="constrained")
     axes = figure.subplots()
     keys = list(grid.speedups)[::-1]
-    axes.boxplot([grid.speedups[k] for k in keys], orientation="horizontal", widths=0.6, whis=(1, 99), sym="", tick_labels=keys)
+    axes.boxplot([grid.speedups[k] for k in keys], orientation="horizontal", widths=0.6, whis=(1, 99), sym="",
+                 tick_labels=keys)
     for row, key in enumerate(keys, 1):
         for value in _ends(grid.paper.get(key, ())):
             axes.plot([value] * 2, [row - 0.35, row + 0.35], "r--", label="paper")

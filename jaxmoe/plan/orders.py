@@ -1,0 +1,95 @@
+"""Orders of a pass found by search: list scheduling by longest path, then descent by moving single tasks (ours)."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Mapping, Sequence
+
+from .simulate import Prepared, issue_order
+from .tasks import STREAMS, Pass
+
+
+def list_order(pass_: Pass, durations: Mapping[str, float]) -> tuple[str, ...]:
+    """Whenever a stream is free it takes, of the tasks that may start, the one with the longest chain behind it."""
+    names = list(pass_.by_name)
+    after: dict[str, list[str]] = {n: [] for n in names}
+    missing = {n: len(pass_.after[n]) for n in names}
+    for name in names:
+        for earlier in pass_.after[name]:
+            after[earlier].append(name)
+    chain = longest_chains(pass_, durations)
+    ready = sorted(((-chain[n], i, n) for i, n in enumerate(names) if not missing[n]))
+    flying: list[tuple[float, int, str]] = []
+    free, now, order = set(STREAMS), 0.0, []
+    place = {n: i for i, n in enumerate(names)}
+    while ready or flying:
+        waiting = []
+        while ready:
+            key = heapq.heappop(ready)
+            streams = set(pass_.by_name[key[2]].streams)
+            if streams <= free:
+                free -= streams
+                order.append(key[2])
+                heapq.heappush(flying, (now + durations[key[2]], place[key[2]], key[2]))
+            else:
+                waiting.append(key)
+        ready = waiting
+        heapq.heapify(ready)
+        now, _, name = heapq.heappop(flying)
+        free |= set(pass_.by_name[name].streams)
+        for later in after[name]:
+            missing[later] -= 1
+            if not missing[later]:
+                heapq.heappush(ready, (-chain[later], place[later], later))
+    return tuple(order)
+
+
+def longest_chains(pass_: Pass, durations: Mapping[str, float]) -> dict[str, float]:
+    """Task -> seconds of the longest chain of tasks that starts with it."""
+    chain = dict.fromkeys(pass_.by_name, 0.0)
+    for name in reversed(topological(pass_)):
+        chain[name] += durations[name]
+        for earlier in pass_.after[name]:
+            chain[earlier] = max(chain[earlier], chain[name])
+    return chain
+
+
+def topological(pass_: Pass) -> list[str]:
+    """Names of tasks, each after those that it reads from."""
+    order: list[str] = []
+    seen: set[str] = set()
+    stack = [(n, False) for n in reversed(list(pass_.by_name))]
+    while stack:
+        name, done = stack.pop()
+        if done:
+            order.append(name)
+        elif name not in seen:
+            seen.add(name)
+            stack.append((name, True))
+            stack += [(d, False) for d in pass_.after[name] if d not in seen]
+    return order
+
+
+def descend(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], trials: int = 200,
+            seed: int = 0) -> tuple[str, ...]:
+    """The order after `trials` random moves of one task before another of its stream, each kept unless it is slower.
+
+    The result is listed by start times.
+    """
+    pick = random.Random(seed)
+    best, least = list(order), Prepared(pass_, order).makespan(durations)
+    for _ in range(trials if len(best) > 1 else 0):
+        name = pick.choice(best)
+        rivals = [n for n in best if set(pass_.by_name[n].streams) & set(pass_.by_name[name].streams) and n != name]
+        if not rivals:
+            continue
+        trial = [n for n in best if n != name]
+        trial.insert(trial.index(pick.choice(rivals)), name)
+        try:
+            seconds = Prepared(pass_, trial).makespan(durations)
+        except ValueError:   # the streams would wait for each other
+            continue
+        if seconds <= least:
+            best, least = trial, seconds
+    return issue_order(Prepared(pass_, best).run(durations))
