@@ -10,12 +10,14 @@ bfloat16).
 
 from ..kernels.exponent_codec import Flags as Flags  # pyright: ignore[reportMissingImports]
 from ..kernels.exponent_codec import resolve as resolve  # pyright: ignore[reportMissingImports]
+from ..kernels.exponent_codec import sum_in_order as sum_in_order  # pyright: ignore[reportMissingImports]
 from .packet import Packet as Packet
 from .packet import decode as decode
 from .packet import encode as encode
 from .verbs import decode_from as decode_from
 from .verbs import encode_for as encode_for
 from .verbs import from_words as from_words
+from .verbs import overflowed as overflowed
 from .verbs import sum_from as sum_from
 from .verbs import wire_bytes as wire_bytes
 from .verbs import words as words

@@ -41,6 +41,12 @@ def sum_from(payload_PY: Array, shape: tuple[int, ...], dtype, codec: str) -> Ar
     return kernel.decode_sum(payload_PY, n, fmt).reshape(shape)
 
 
+def overflowed(payload_PY: Array, shape: tuple[int, ...], dtype, codec: str) -> Array:
+    """The sender's overflow flag of each part, bool [P], read from the payload: a receiver needs no other message."""
+    fmt, n = _checked(payload_PY, shape, dtype, codec)
+    return kernel.overflowed(payload_PY, n, fmt)
+
+
 def wire_bytes(shape: tuple[int, ...], dtype, codec: str) -> int:
     """Y, bytes of one part of this shape. Static: it depends on no value."""
     return kernel.part_bytes(kernel.resolve(codec, jnp.dtype(dtype)), math.prod(shape))

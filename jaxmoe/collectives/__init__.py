@@ -1,7 +1,10 @@
 """Collectives over a tuple of mesh axes; () is the identity, so that one code path serves every mesh."""
 
-from .plain import all_gather as all_gather
-from .plain import all_to_all as all_to_all
+from .compressed import Counters as Counters
+from .compressed import all_gather as all_gather
+from .compressed import all_reduce as all_reduce
+from .compressed import all_to_all as all_to_all
+from .compressed import no_counters as no_counters
+from .compressed import reduce_scatter as reduce_scatter
 from .plain import pmax as pmax
 from .plain import psum as psum
-from .plain import reduce_scatter as reduce_scatter

@@ -183,3 +183,10 @@ def _from_bytes(payload_PY: Array, dtype, shape: tuple[int, ...]) -> Array:
     size = jnp.dtype(dtype).itemsize
     grouped = payload_PY.reshape(payload_PY.shape[0], payload_PY.shape[1] // size, size)
     return jax.lax.bitcast_convert_type(grouped, dtype).reshape(payload_PY.shape[0], *shape)
+
+
+def overflowed(payload_PY: Array, n: int, fmt: Format) -> Array:
+    """Each part's overflow flag, as it travels: bool [P]."""
+    if fmt.is_identity:
+        return jnp.zeros(payload_PY.shape[0], bool)
+    return payload_PY[:, payload_PY.shape[1] - sections(fmt, n)["trailer"] + 2] != 0
