@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,17 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmoe.plan import closed_forms as forms
+from jaxmoe.plan.block import Block
+from jaxmoe.plan.cluster import Overlap, load_cluster
+from jaxmoe.plan.cost import durations
 from jaxmoe.plan.orders import descend, list_order
+from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.simulate import (
     Prepared,
     Slowdown,
     issue_order,
     join,
     pin,
+    simulate,
     simulate_pass,
     spans_of,
 )
-from jaxmoe.plan.tasks import STREAMS, Pass, Span, Task
+from jaxmoe.plan.tasks import STREAMS, Degrees, Pass, Span, Task
 
 
 def task(name, stream, *after):
@@ -175,6 +181,41 @@ def test_pin_ties_dispatches_that_were_loose():
     assert timeline.makespan <= untied.makespan * 1.001
     pass_.check_order(order, "pinned")
     pass_.check_spans(order, spans, "pinned")
+
+
+def test_pin_delays_compute_that_is_idle_anyway():
+    """Communication-bound, experts behind a gather: each starts while a dispatch flies; delayed, all are tied."""
+    chain = (("d", "inter"), ("g", "intra"), ("e", "compute"), ("c", "inter"))
+    pass_ = Pass(tuple(chunked(4, *chain)))
+    order, times = names(4, "dg", "e", "c"), seconds(pass_, d=2.0, g=1.9, e=0.4, c=2.0)
+    untied = simulate_pass(pass_, order, times)
+    assert spans_of(untied) == ()
+    order, spans, timeline = pin(pass_, order, times, slack=0.0)
+    assert timeline.makespan == untied.makespan
+    assert {s.task for s in spans} >= {"d2", "d3"}
+    pass_.check_spans(order, spans, "pinned")
+
+
+def test_simulate_joins_the_segments_of_a_plan():
+    """Forward of all segments, then backward of all; a cluster's contention and efficiency lengthen them."""
+    links = {"node": "inter", "gpu": "intra"}
+    block = Block(1, 512, 512, 1024, 8, 2, 32, layers=4, segment=2, axes=(("node", 8), ("gpu", 8)),
+                  links=tuple(links.items()), roles=(("expert", ("node",)), ("expert_shard", ("gpu",))))
+    cluster = load_cluster(Path(__file__).parents[1] / "configs/clusters/8x8-h100.toml")
+    plan = SCHEDULES["pipemoe"](block, cluster, Degrees(4, 2))
+    timeline = simulate(plan, cluster, contention=False)
+    halves = [simulate_pass(p, o, durations(p, cluster), s) for p, o, s in (
+        (plan.graph.forward, plan.forward, plan.forward_spans),
+        (plan.graph.backward, plan.backward, plan.backward_spans))]
+    assert timeline.makespan == pytest.approx(2 * sum(h.makespan for h in halves))
+    assert timeline.bound_seconds == pytest.approx(2 * sum(h.bound_seconds for h in halves))
+    assert [e.segment for e in timeline.events] == sorted(e.segment for e in timeline.events)
+    assert sum(h.makespan for h in halves) == pytest.approx(simulate(plan, cluster, 2, contention=False).makespan)
+    assert simulate(plan, cluster).makespan > timeline.makespan
+    slower = cluster.model_copy(update={"overlap": Overlap(origin="ours", efficiency=0.7)})
+    assert simulate(plan, slower, contention=False).makespan > timeline.makespan
+    with pytest.raises(ValueError, match="layers must be a multiple of the plan's segment of 2, got 3"):
+        simulate(plan, cluster, 3)
 
 
 def test_contention_slows_what_overlaps():

@@ -45,7 +45,8 @@ def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequenc
     """A cluster with origin "measured", and the fits that it holds.
 
     links: mesh axis -> link; collectives run over all axes of a link at once. sizes: bytes of a device's operand.
-    widths: of square matrix products on every device at once. Where two axes share a link, its collectives see both.
+    widths: of square matrix products on every device at once. In a run of several processes all call this; the first
+    one's clock counts, others may differ a little.
     """
     fits = []
     for link in dict.fromkeys(links.values()):
@@ -98,7 +99,7 @@ def _on_every_device(mesh: Mesh, body: Callable, *shapes: tuple[int, ...], dtype
 
     mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(spec,) * len(shapes), out_specs=spec))
     sharding = jax.sharding.NamedSharding(mesh, spec)
-    zeros = [jax.device_put(jnp.zeros((mesh.size, *s), dtype), sharding) for s in shapes]
+    zeros = [jax.jit(partial(jnp.zeros, (mesh.size, *s), dtype), out_shardings=sharding)() for s in shapes]
     return lambda: mapped(*zeros)
 
 
@@ -130,7 +131,7 @@ def _cluster(mesh: Mesh, links: Mapping[str, LinkName], name: str, fits: Mapping
                                        seconds_per_byte=f.seconds_per_unit) for kind, f in found.items()})
 
     nodes = prod(size for axis, size in mesh.shape.items() if links.get(axis) == "inter")
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     matmul, memory = fits["matmul"], fits["memory"]
     return Cluster(
         name=name, nodes=nodes, gpus_per_node=mesh.size // nodes, gpu=device.device_kind.lower().replace(" ", "-"),
@@ -141,7 +142,7 @@ def _cluster(mesh: Mesh, links: Mapping[str, LinkName], name: str, fits: Mapping
                       bytes_per_second=1 / memory.seconds_per_unit))
 
 
-def _memory_bytes(device: jax.Device, mesh: Mesh) -> int:
+def _memory_bytes(device: Any, mesh: Mesh) -> int:
     """What the device reports; simulated devices share the machine's memory."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

@@ -313,14 +313,12 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
     A compute task that is already running when the collective starts cannot be tied: it would have to wait for it.
     """
-    compute = sorted((e for e in timeline.events if not e.task.is_collective), key=lambda e: e.start)
-    starts = [e.start for e in compute]
+    compute = _by_start(timeline, False)
     spans = []
-    for event in sorted((e for e in timeline.events if e.task.is_collective), key=lambda e: e.start):
-        near = compute[bisect_left(starts, event.start):bisect_left(starts, event.end)]
-        beside = [c.task.name for c in near if _share(event, c) >= 0.5]
+    for event in _by_start(timeline, True):
+        beside = _beside(event, compute)
         if beside:
-            spans.append(Span(event.task.name, beside[0], beside[-1]))
+            spans.append(Span(event.task.name, beside[0].task.name, beside[-1].task.name))
     return tuple(spans)
 
 
@@ -328,38 +326,46 @@ def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack
         contention: Slowdown | None = None) -> tuple[tuple[str, ...], tuple[Span, ...], Timeline]:
     """Order, spans and timeline in which as many collectives as possible are tied to what runs beside them (greedy).
 
-    Each collective in turn is tied to the tasks that run beside it, or is delayed to start with the next one, if the
-    makespan stays within (1 + slack) of the untied one's. Streams keep their order.
+    Each collective in turn is tied to the compute tasks that start while it flies; or the one before is delayed to
+    start with it; or it is delayed to start with the next one. The makespan stays within (1 + slack) of the untied
+    one's. Streams keep their order.
     """
     timeline = simulate_pass(pass_, order, durations, contention=contention)
     limit = timeline.makespan * (1 + slack)
     spans: tuple[Span, ...] = ()
-    tried: set[Span] = set()
-    while True:
-        tied = {s.task for s in spans}
-        new = next((s for s in (*spans_of(timeline), *_next_spans(timeline)) if s.task not in tied and s not in tried),
-                   None)
-        if new is None:
-            return issue_order(timeline), spans, timeline
-        tried.add(new)
-        try:
-            trial = simulate_pass(pass_, issue_order(timeline), durations, (*spans, new), contention)
-        except ValueError:   # the next task waits for the collective
-            continue
-        if trial.makespan <= limit:
-            spans, timeline = (*spans, new), trial
+    for event in _by_start(timeline, True):
+        for span in _candidates(timeline, event.task.name):
+            try:
+                trial = simulate_pass(pass_, order, durations, (*spans, span), contention)
+            except ValueError:   # the tasks wait for each other
+                continue
+            if trial.makespan <= limit:
+                spans, timeline = (*spans, span), trial
+                break
+    return issue_order(timeline), spans, timeline
 
 
-def _next_spans(timeline: Timeline) -> list[Span]:
-    """Each collective with the first compute task that starts after it does."""
-    compute = sorted((e for e in timeline.events if not e.task.is_collective), key=lambda e: e.start)
-    starts = [e.start for e in compute]
-    found = []
-    for event in sorted((e for e in timeline.events if e.task.is_collective), key=lambda e: e.start):
-        at = bisect_left(starts, event.start)
-        if at < len(compute):
-            found.append(Span(event.task.name, compute[at].task.name, compute[at].task.name))
-    return found
+def _candidates(timeline: Timeline, name: str) -> list[Span]:
+    """Spans of a collective, those that delay nothing first."""
+    event = next(e for e in timeline.events if e.task.name == name)
+    compute = _by_start(timeline, False)
+    at = bisect_left([e.start for e in compute], event.start)
+    beside = _beside(event, compute)
+    earlier, later = compute[max(at - 1, 0):at], compute[at:at + 1]
+    firsts = beside[:1] + earlier + [e for e in later if not beside]
+    return list(dict.fromkeys(Span(name, first.task.name, last.task.name)
+                              for first in firsts for last in (*beside[-1:], first)))
+
+
+def _by_start(timeline: Timeline, collectives: bool) -> list[Event]:
+    return sorted((e for e in timeline.events if e.task.is_collective == collectives), key=lambda e: e.start)
+
+
+def _beside(event: Event, compute: list[Event]) -> list[Event]:
+    """Of tasks sorted by start, those that start while the event lasts, and share half of the shorter one's time."""
+    near = compute[bisect_left(compute, event.start, key=lambda e: e.start):
+                   bisect_left(compute, event.end, key=lambda e: e.start)]
+    return [e for e in near if _share(event, e) >= 0.5]
 
 
 def _share(one: Event, other: Event) -> float:
