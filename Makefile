@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: train test test-slow lint
+.PHONY: train test test-core test-slow lint
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -14,6 +14,9 @@ train: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/pytest -q
+
+test-core: $(VENV)/installed
+	$(BIN)/pytest -q -m core
 
 test-slow: $(VENV)/installed
 	$(BIN)/pytest -q -m slow

@@ -19,7 +19,10 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
-    """Bad config; the message is one line."""
+    """Bad config; the message is one line. A `ValueError`, so that `except ValueError` catches it.
+
+    Example: ``assert issubclass(ConfigError, ValueError)``
+    """
 
 
 class Section(BaseModel):
@@ -206,7 +209,10 @@ class Config(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, apply overrides such as "moe.router.k=4", validate. Raises ConfigError."""
+    """Read a TOML file, apply overrides, validate. Raises ConfigError.
+
+    Example: ``cfg = load_config("configs/quickstart.toml", ["moe.router.k=4", "train.run_dir=runs/k4"])``
+    """
     try:
         tree = tomllib.loads(Path(path).read_text())
     except OSError as e:

@@ -14,7 +14,10 @@ from .types import Axes
 
 @dataclass(frozen=True)
 class Roles:
-    """Mesh axes of each role; () switches a role off. See docs of `[parallel]` in the README."""
+    """Mesh axes of each role; () switches a role off. See `[parallel]` in the README.
+
+    Example: ``roles = Roles(data=("node", "gpu"), expert=("gpu",))``
+    """
 
     data: Axes = ()
     expert: Axes = ()
@@ -57,6 +60,8 @@ def make_mesh(cfg) -> Mesh:
     """The mesh of `[mesh] axes` over all present devices; one size may be -1.
 
     Raises ValueError if the product of the sizes is not the number of devices.
+
+    Example: ``mesh = make_mesh(load_config("configs/quickstart.toml"))``
     """
     sizes, count = dict(cfg.mesh.axes), jax.device_count()
     known = math.prod(s for s in sizes.values() if s != -1)

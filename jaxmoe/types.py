@@ -94,6 +94,8 @@ class Aux(NamedTuple):
     dropped_fraction: pairs without a slot / pairs. metrics: "dropped_pairs" (capacity) and "nonfinite_tokens" (not sent
     to any expert), "max_over_mean_load", "dead_experts", "router_entropy" (nats), "sufficient_capacity_factor" (the
     smallest that would have dropped nothing).
+
+    Example: ``_, aux = MoE(64, 128, 8, rngs=nnx.Rngs(0))(x_BSD); loss = 0.01 * aux.losses["load_balance"]``
     """
 
     losses: dict[str, Array]

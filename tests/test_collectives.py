@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 from jaxmoe import MoE, Ragged, Roles, Slots
 
+pytestmark = pytest.mark.core
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "collective_permute")
 
 

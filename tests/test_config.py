@@ -9,6 +9,7 @@ import pytest
 from jaxmoe import ConfigError, load_config, make_mesh
 from jaxmoe.config import from_dict
 
+pytestmark = pytest.mark.core
 EIGHT = {"mesh": {"axes": {"node": 2, "gpu": 4}}}
 CASES = {
     "unknown key": ({"moe": {"num_expert": 8}}, r"unknown key moe.num_expert; did you mean 'num_experts'\?"),

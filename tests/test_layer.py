@@ -46,7 +46,8 @@ def test_the_selection_covers_every_pair():
     assert pairs(covering()) == pairs(case for case in PRODUCT if case[0] in MAIN)
 
 
-@pytest.mark.parametrize(("place", "router", "layout"), covering())
+@pytest.mark.parametrize(("place", "router", "layout"), [
+    pytest.param(*case, marks=[pytest.mark.core] if case[0] == "all" else []) for case in covering()])
 def test_equals_oracle(place, router, layout):
     check_all_routings(make(place, layout, router=router))
 

@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 
 import jaxmoe
+
+pytestmark = pytest.mark.core
 
 
 def test_linen_equals_nnx_on_a_mesh():

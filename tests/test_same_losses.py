@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jaxmoe.config import from_dict
 from jaxmoe.training.step import init_state, train_step
 
+pytestmark = pytest.mark.core
 ALONE = {"data": ["a"], "expert": ["a"], "fsdp": ["a"]}
 MIXED = {"data": ["a", "b"], "expert": ["b"], "expert_shard": ["c"], "model": ["c"], "fsdp": ["a"]}
 MESHES = {

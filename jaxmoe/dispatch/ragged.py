@@ -28,6 +28,8 @@ class Ragged:
 
     buffer_factor: rows of a bucket over those of a balanced routing. Larger ones need fewer rounds when routing is
     skewed, and more memory: `buffer_rows` tells how many rows a device receives in a round.
+
+    Example: ``rows = Ragged().buffer_rows(tokens=4096, router=TopK(k=2), num_experts=64, devices=8)``
     """
 
     buffer_factor: float = 1.5

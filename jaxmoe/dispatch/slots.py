@@ -23,7 +23,9 @@ from .rows import pack, unpack
 class Slots:
     """C = ceil(capacity_factor * k * tokens_per_group / num_experts) slots per expert and group.
 
-    The factor counts k: 1.0 holds every pair of a balanced routing. Trainers that do not count k need k times theirs.
+    The factor counts k: 1.0 holds every pair of a balanced routing. A trainer that does not count k names k times ours.
+
+    Example: ``moe = MoE(64, 128, 8, dispatch=Slots(capacity_factor=2.0), rngs=nnx.Rngs(0))``
     """
 
     capacity_factor: float = 1.25

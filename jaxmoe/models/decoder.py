@@ -149,6 +149,8 @@ class DecoderLM(nnx.Module):
     max_over_mean_load is the largest, dead_experts the sum, others are means. A model without MoE layers
     (model.moe_every > model.layers) has zeros there.
 
+    Example: ``model = DecoderLM(load_config("configs/quickstart.toml"), None, nnx.Rngs(0)); out = model(tokens_BS)``
+
     cfg.model.scan: layers run as a scan over stacked parameters; the same numbers, and a compile time that does not
     grow with the layers. dtype: compute type, by default of train.precision.
 

@@ -16,6 +16,8 @@ class Cosine:
 
     (X-MoE, arXiv:2204.09179, eqs. 5-6.) tau starts at 0.07, as there; it is stored as a logarithm, so that it stays
     positive (ours). projection_rank: None means half of the number of experts, as there.
+
+    Example: ``moe = MoE(64, 128, 8, router=Cosine(k=1, projection_rank=4), rngs=nnx.Rngs(0))``
     """
 
     k: int = 1

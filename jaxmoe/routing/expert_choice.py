@@ -20,6 +20,8 @@ class ExpertChoice:
 
     **It leaks the future in causal language models:** whether an expert takes a token depends on later tokens of its
     group, so the training loss is too low and cannot be reached when generating. Use it for encoders.
+
+    Example: ``moe = MoE(64, 128, 8, router=ExpertChoice(capacity_factor=2.0), rngs=nnx.Rngs(0))``
     """
 
     capacity_factor: float = 2.0

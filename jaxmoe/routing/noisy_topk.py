@@ -16,6 +16,8 @@ class NoisyTopK:
     (Shazeer et al. 2017, arXiv:1701.06538, eqs. 3-5; the gate that FSMoE calls GShard's.) Noise is drawn where a `key`
     is given, that is in training; it is a function of the key and of the token's position in the global batch, so that
     it does not depend on the mesh.
+
+    Example: ``moe = MoE(64, 128, 8, router=NoisyTopK(), rngs=nnx.Rngs(0)); y, aux = moe(x_BSD, key=jax.random.key(0))``
     """
 
     k: int = 2

@@ -19,6 +19,8 @@ class Soft:
     slots_per_expert * E tokens a group, and of products of tokens x slots x width.
 
     **It leaks the future in causal language models:** every slot mixes all tokens of its group. Use it for encoders.
+
+    Example: ``moe = MoE(64, 128, 8, router=Soft(slots_per_expert=2), rngs=nnx.Rngs(0))``
     """
 
     slots_per_expert: int = 1

@@ -22,6 +22,8 @@ class TopK:
     groups, groups_kept: experts are in `groups` equal groups; only the best `groups_kept` groups can be chosen, ranked
     by the sum of their two best s + b. bias_update_rate: if not 0, b is a state that `updated_bias` changes once a
     step; it has a part in the choice only, never in the weights or the gradient.
+
+    Example: ``moe = MoE(64, 128, 8, router=TopK(k=2, score="sigmoid", bias_update_rate=1e-3), rngs=nnx.Rngs(0))``
     """
 
     k: int = 2
