@@ -2,7 +2,8 @@
 
 Seconds of one chunk: a All-to-All (dispatch or combine), g gather and s scatter inside a node, e experts; r chunks.
 G: gradient all-reduce given to the layer. A chunk's time is α + β n / r. Sources: "read" in the paper or its code,
-"derived" here, "ours". See `FSMOE_ORDER` for the order that FSMoE's forms describe.
+"derived" here, "ours". FSMoE's forms describe the issue order: dispatch and gather of all chunks, G, experts and
+scatter of all, combines of all, each collective on its own link's stream.
 """
 
 from __future__ import annotations

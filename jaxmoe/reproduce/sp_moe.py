@@ -10,18 +10,18 @@ link, gradients are left out. sequential: no overlap. tutel: MoE overlaps with i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import numpy as np
 
 from ..plan.simulate import Prepared
+from ..plan.tasks import Task
 from . import fsmoe, grid
 from .grid import DEGREES, Grid
 from .testbeds import TESTBEDS, Testbed
 
 LAYERS = 4
-MOE = ("dispatch", "experts", "combine")
 PAPER = {f"{t.name}: {b}": (1 / (1 - 0.161), 1 / (1 - 0.343)) for t in TESTBEDS for b in ("sequential", "tutel")}
 NOTES = (
     "paper: 16.1 to 34.3 % less training time than three systems (abstract), as speedups; its models and cluster are "
@@ -42,26 +42,43 @@ def pipeline(p: int, q: int, lag: int, backward: bool) -> Prepared:
 
     lag: attention chunks that compute runs between a MoE chunk's own and its experts; p for all attention first.
     """
-    tasks, issued, links, above = [], [], [], []   # above: (tasks, their last chunk's end as a share of the sequence)
-    for l in range(2 * LAYERS):
-        attention = (l % 2 == 1) == backward
-        count = p if attention else q
-        after = [above[-(-(k + 1) * len(above) // count) - 1] if above else None for k in range(count)]
-        if attention:
-            names = [f"attention{p - k if backward else k + 1}.{l}" for k in range(p)]
-            tasks += [grid.task(n, "compute", [a for a in (after[k], names[k - 1] if k else None) if a])
-                      for k, n in enumerate(names)]
-            issued.append(names)
-            above = names
+    tasks: list[Task] = []
+    compute: list[list[str]] = []
+    links: list[str] = []
+    above: list[str] = []
+    for phase in range(2 * LAYERS):
+        if (phase % 2 == 1) == backward:
+            tasks += _attention(phase, p, above, backward)
+            above = [t.name for t in tasks[-p:]]
+            compute.append(above)
         else:
-            for k in range(q):
-                chain = [after[k] or "", *(f"{verb}.{l}.{k}" for verb in MOE)]
-                tasks += [grid.task(n, stream, [before] if before else [])
-                          for before, n, stream in zip(chain, chain[1:], ("inter", "compute", "inter"), strict=False)]
-            issued.append([f"experts.{l}.{k}" for k in range(q)])
-            links += [f"{verb}.{l}.{k}" for verb in ("dispatch", "combine") for k in range(q)]
-            above = [f"combine.{l}.{k}" for k in range(q)]
-    return grid.prepare(tasks, [*_interleave(issued[backward:], issued[:backward], p, q, lag), *links])
+            tasks += _moe(phase, q, above)
+            above = [f"combine.{phase}.{k}" for k in range(q)]
+            compute.append([f"experts.{phase}.{k}" for k in range(q)])
+            links += [f"dispatch.{phase}.{k}" for k in range(q)] + above
+    return grid.prepare(tasks, [*_interleave(compute[backward:], compute[:backward], p, q, lag), *links])
+
+
+def _attention(phase: int, p: int, above: Sequence[str], backward: bool) -> list[Task]:
+    """Chunk k waits for the one before, and for the last chunk above that holds its tokens; its verb tells its cost."""
+    names = [f"attention{p - k if backward else k + 1}.{phase}" for k in range(p)]
+    return [grid.task(name, "compute", [*_last_above(above, k, p), *names[max(k - 1, 0):k]])
+            for k, name in enumerate(names)]
+
+
+def _moe(phase: int, q: int, above: Sequence[str]) -> list[Task]:
+    tasks = []
+    for k in range(q):
+        before = _last_above(above, k, q)
+        for verb, stream in (("dispatch", "inter"), ("experts", "compute"), ("combine", "inter")):
+            tasks.append(grid.task(f"{verb}.{phase}.{k}", stream, before))
+            before = [tasks[-1].name]
+    return tasks
+
+
+def _last_above(above: Sequence[str], k: int, count: int) -> list[str]:
+    """The last of the chunks `above` that shares tokens with chunk k of count; streams end them in order."""
+    return [above[-(-(k + 1) * len(above) // count) - 1]] if above else []
 
 
 def _interleave(phases: list[list[str]], start: list[list[str]], p: int, q: int, lag: int) -> list[str]:
