@@ -140,7 +140,7 @@ class Prepared:
 
     def _sweep(self, spans: tuple[Span, ...]) -> list[tuple[int, tuple[int, ...]]]:
         """(task, before), each after those it waits for."""
-        after, missing = _after(self.before), [len(b) for b in self.before]
+        after, missing = self.after, [len(b) for b in self.before]
         ready = [i for i, m in enumerate(missing) if not m]
         for i in ready:
             for j in after[i]:
@@ -155,6 +155,16 @@ class Prepared:
             raise ValueError(f"span of {span.task!r} from {span.first!r} to {span.last!r} ties tasks that wait for "
                              "each other")
         return [(i, self.before[i]) for i in ready]
+
+    @cached_property
+    def masks(self) -> list[int]:
+        """Each task's streams as bits."""
+        return [_mask(t) for t in self.tasks]
+
+    @cached_property
+    def after(self) -> list[list[int]]:
+        """For each task, those that wait for it."""
+        return _after(self.before)
 
     def ends(self, seconds: Sequence[float]) -> list[float]:
         """End of each task in order, from its seconds."""
@@ -216,7 +226,7 @@ class Prepared:
 
     def _contend(self, seconds: Sequence[float], slow: Slowdown):
         """Starts, ends and what was waited for, when tasks in flight slow each other; at most one a stream flies."""
-        masks, after = [_mask(t) for t in self.tasks], _after(self.before)
+        masks, after = self.masks, self.after
         missing, before = [len(b) for b in self.before], list(self.before)
         start, end = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
         left, now, busy = list(seconds), 0.0, 0
@@ -230,14 +240,14 @@ class Prepared:
                 busy |= masks[i]
             flying += ready
             both = busy & COMPUTE and busy & ~COMPUTE
-            factors = (slow.of_compute(busy & ~COMPUTE), slow.link) if both else (1.0, 1.0)
-            step = min([left[i] * factors[masks[i] != COMPUTE] for i in flying])
+            compute, link = (slow.of_compute(busy & ~COMPUTE), slow.link) if both else (1.0, 1.0)
+            takes = [left[i] * (compute if masks[i] == COMPUTE else link) for i in flying]
+            step = min(takes)
             now += step
             flown, flying, ready = flying, [], []
-            for i in flown:
-                factor = factors[masks[i] != COMPUTE]
-                if left[i] * factor > step:
-                    left[i] -= step / factor
+            for i, seconds_left in zip(flown, takes, strict=True):
+                if seconds_left > step:
+                    left[i] *= 1 - step / seconds_left
                     flying.append(i)
                     continue
                 end[i] = now
