@@ -40,8 +40,8 @@ CASES = {
     "gaussian": (GAUSSIAN, FORMATS),
     "all patterns": (np.resize(np.arange(2**16).astype(np.uint16), N), ("x3",)),
     "random bits": (RNG.integers(0, 2**16, N).astype(np.uint16), ()),
-    "NaN, Inf, -0, subnormal": (patched(80, RNG.choice(
-        np.array([0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 1, 0x807F], np.uint16), 80)), FORMATS),
+    "NaN, Inf, -0, subnormal": (patched(40, RNG.choice(
+        np.array([0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 1, 0x807F], np.uint16), 40)), FORMATS),
     "NaN everywhere": (np.full(N, 0x7F81, np.uint16), ()),
     "subnormals": (RNG.integers(1, 0x80, N).astype(np.uint16), FORMATS),
     "zeros": (np.zeros(N, np.uint16), FORMATS),
@@ -49,7 +49,7 @@ CASES = {
     "30 % zero rows": (np.where(np.arange(N) // 512 % 10 < 3, 0, GAUSSIAN).astype(np.uint16), FORMATS),
     "one 1e30 in each block": (np.where(np.arange(N) % 256 == 17, bf16(1e30), GAUSSIAN), ("x3",)),
     "400 random patterns": (patched(400, RNG.integers(0, 2**16, 400)), ()),
-    "50 random patterns": (patched(50, RNG.integers(0, 2**16, 50)), FORMATS),
+    "20 random patterns": (patched(20, RNG.integers(0, 2**16, 20)), FORMATS),
     "a scale per row": (bf16(RNG.standard_normal(N) * np.exp(1.5 * RNG.standard_normal(129)).repeat(512)[:N]), FORMATS),
 }
 
@@ -97,7 +97,7 @@ def test_float32_is_bit_exact(fmt, name):
     assert check(word_N[None], *coder(fmt, "float32", N)) == (name != "random bits")
 
 
-@pytest.mark.parametrize("n", (0, 1, 4097))
+@pytest.mark.parametrize("n", (0, 4097))
 @pytest.mark.parametrize("fmt", ("x4s", "x3p", "x3", "raw"))
 def test_parts_of_any_length(fmt, n):
     assert check(np.stack([GAUSSIAN[:n], GAUSSIAN[n : 2 * n]]), *coder(fmt, "bfloat16", n))
@@ -121,7 +121,7 @@ FUZZED = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(FUZZED), st.sampled_from(sorted(PATTERNS)), st.integers(0, 2**32 - 1),
        st.lists(st.tuples(st.integers(0, 2**13), st.integers(0, 2**16 - 1)), max_size=40))
 def test_fuzzed_words_and_capacities(what, pattern, seed, edits):
@@ -134,7 +134,7 @@ def test_fuzzed_words_and_capacities(what, pattern, seed, edits):
         word_PN = word_PN.astype(np.uint32) << 16
         word_PN[0, :: 1 + seed % 50] |= 5
     taken = check(word_PN, *coder("", "", n, fmt))
-    assert taken or ALL not in (fmt.raw, fmt.escapes)
+    assert taken or any(pool and pool.share < 1 for pool in (fmt.raw, fmt.plane, fmt.escapes))
 
 
 @settings(max_examples=40, deadline=None)

@@ -214,8 +214,7 @@ def _exchange(x: Array, axes: Axes, how: How) -> tuple[Array, Counters]:
 def _reduce(x: Array, axes: Axes, how: How) -> tuple[Array, Counters]:
     """Sum of the parts that the group's devices have for this one."""
     x = _plain_exchange(_by_stage(x, axes, how), axes, how)
-    y, counters = _coded_exchange(_sum(x), how)
-    return _sum(y), counters
+    return _coded_exchange(_sum(x), how, _sum, lambda *coded: coder.sum_from(*coded).astype(x.dtype))
 
 
 def _gather(x: Array, axes: Axes, how: How, to: str) -> tuple[Array, Counters]:
@@ -231,8 +230,9 @@ def _gather(x: Array, axes: Axes, how: How, to: str) -> tuple[Array, Counters]:
                                                       raw_bytes=counters.raw_bytes * sent)
 
 
-def _coded_exchange(x: Array, how: How) -> tuple[Array, Counters]:
-    """`_exchange` of dim 0 over the coded axes."""
+def _coded_exchange(x: Array, how: How, finish: Callable = lambda y: y,
+                    decode: Callable = coder.decode_from) -> tuple[Array, Counters]:
+    """`_exchange` of dim 0 over the coded axes, with `finish` of the parts."""
 
     def move(row: Array) -> Array:
         return jax.lax.all_to_all(row, how.axes, 0, 0, tiled=True)
@@ -240,7 +240,7 @@ def _coded_exchange(x: Array, how: How) -> tuple[Array, Counters]:
     def agree(flags: coder.Flags, *_) -> Array:
         return plain.pmax(flags.overflow_P.any().astype(jnp.int32), how.axes) > 0
 
-    y, counters = _carry(x, how, move, agree)
+    y, counters = _carry(x, how, move, agree, finish, decode)
     sent = 1 - 1 / _size(how.axes)
     return y, counters._replace(wire_bytes=counters.wire_bytes * sent, raw_bytes=counters.raw_bytes * sent)
 
@@ -250,23 +250,25 @@ def _any_flag(flags: coder.Flags, payload_PY: Array, *part) -> Array:
     return coder.overflowed(payload_PY, *part).any()
 
 
-def _carry(x: Array, how: How, move: Callable[[Array], Array], agree: Callable[..., Array]) -> tuple[Array, Counters]:
+def _carry(x: Array, how: How, move: Callable[[Array], Array], agree: Callable[..., Array],
+           finish: Callable = lambda y: y, decode: Callable = coder.decode_from) -> tuple[Array, Counters]:
     """x [P, ...] coded, moved and decoded; moved raw, if the group agrees that it does not fit.
 
-    move takes and returns rows of bytes or words, never floats: XLA:CPU widens those and changes NaN payloads.
+    decode is to be `finish` of what `decode_from` gives. move takes and returns rows of bytes or words, never floats:
+    XLA:CPU widens those and changes NaN payloads.
     """
     part = (x.shape[1:], x.dtype, how.codec)
     payload_PY, flags = coder.encode_for(x, x.shape[0], how.codec)
     got_PY = move(payload_PY)
     wire, raw = float(payload_PY.size), float(x.size * x.dtype.itemsize)
     if how.codec == "raw":
-        return coder.decode_from(got_PY, *part), _counters(wire, raw, flags.used_P.max(), 0.0)
+        return decode(got_PY, *part), _counters(wire, raw, flags.used_P.max(), 0.0)
     if how.check == "deferred":
         overflow = flags.overflow_P.any().astype(jnp.float32)
-        return coder.decode_from(got_PY, *part), _counters(wire, raw, flags.used_P.max(), overflow)
+        return decode(got_PY, *part), _counters(wire, raw, flags.used_P.max(), overflow)
     overflow = agree(flags, got_PY, *part)
-    y = jax.lax.cond(overflow, lambda got_PY, x: coder.from_words(move(coder.words(x)), x.dtype),
-                     lambda got_PY, x: coder.decode_from(got_PY, *part), got_PY, x)
+    y = jax.lax.cond(overflow, lambda got_PY, x: finish(coder.from_words(move(coder.words(x)), x.dtype)),
+                     lambda got_PY, x: decode(got_PY, *part), got_PY, x)
     fallback = overflow.astype(jnp.float32)
     return y, _counters(wire + fallback * raw, raw, flags.used_P.max(), fallback)
 

@@ -94,7 +94,7 @@ FORMATS = {
     for f in (
         Format("raw", 0),
         Format("x4s", 1, 4, raw=Pool(ROWS, 1 / 32, 0.0085)),
-        Format("x3p", 2, 3, raw=Pool(ROWS, 1 / 40, 0.0085), plane=Pool(2, 3 / 8, 0.24)),
+        Format("x3p", 2, 3, raw=Pool(ROWS, 1 / 56, 0.0085), plane=Pool(2, 0.45, 0.24)),
         Format("x3", 3, 3, escapes=Pool(1, 1 / 17, 0.034)),
     )
 }

@@ -41,15 +41,13 @@ def encode(word_PN: Array, fmt: Format, dense_encode: Callable[[Array, Format], 
 
 def decode(payload_PY: Array, n: int, fmt: Format, dense_decode: Callable[[xla.Dense, Format], Array]) -> Array:
     """word_PN. Any bytes of the right number decode to some words: positions are clipped, or dropped, to the part."""
-    parts, tiles = payload_PY.shape[0], num_tiles(n)
+    parts = payload_PY.shape[0]
     if fmt.is_identity:
         return _from_bytes(payload_PY, jnp.uint16 if fmt.word_bytes == 2 else jnp.uint32, (n,))
     if n == 0:
         return jnp.zeros((parts, 0), jnp.uint16 if fmt.word_bytes == 2 else jnp.uint32)
-    part = split(payload_PY, fmt, n, lambda p, start, stop: p[:, start:stop])
-    dense = _dense_sections(part, tiles, fmt)
-    word_PTRW = dense_decode(dense, fmt).reshape(parts, tiles, ROWS, COLUMNS)
-    word_PTRW = _patch(word_PTRW, part, fmt)
+    part = _sections(payload_PY, n, fmt)
+    word_PTRW = decode_tiles(payload_PY, n, fmt, dense_decode)
     if fmt.low == "all":
         low_PTRW = _from_bytes(part["low"], jnp.uint16, word_PTRW.shape[1:])
     elif fmt.low == "pool":
@@ -58,6 +56,23 @@ def decode(payload_PY: Array, n: int, fmt: Format, dense_decode: Callable[[xla.D
     else:
         return word_PTRW.reshape(parts, -1)[:, :n]
     return (word_PTRW.astype(jnp.uint32) << 16 | low_PTRW).reshape(parts, -1)[:, :n]
+
+
+def decode_tiles(payload_PY: Array, n: int, fmt: Format, dense_decode: Callable[[xla.Dense, Format], Array]) -> Array:
+    """uint16 words [P, T, R, W], padding included: high halves, if there are low ones."""
+    part = _sections(payload_PY, n, fmt)
+    word_PTRW = dense_decode(_dense_sections(part, fmt), fmt).reshape(-1, num_tiles(n), ROWS, COLUMNS)
+    return _patch(word_PTRW, part, fmt)
+
+
+def decode_add(total_XRW: Array, payload_Y: Array, n: int, fmt: Format, dense_decode_add: Callable) -> Array:
+    """float32 total [T, R, W] + one part: its dense sections, then the pool's rows; each value is added once."""
+    part = _sections(payload_Y[None], n, fmt)
+    raw_XW = _bits(as_words(part["raw_map"])).reshape(-1, COLUMNS)
+    total_XRW = dense_decode_add(total_XRW, _dense_sections(part, fmt)._replace(raw_XW=raw_XW), fmt)
+    index_J, valid_J, row_JR = (a[0] for a in _raw_rows(part, part["rest"].reshape(1, *total_XRW.shape)))
+    tile_J = jnp.where(valid_J, index_J // COLUMNS, total_XRW.shape[0])
+    return total_XRW.at[tile_J, :, index_J % COLUMNS].add(xla.widened(row_JR), mode="drop")
 
 
 def _encode_words(word_PN: Array, fmt: Format, dense_encode) -> tuple[list[Array], list[Array], list[Array]]:
@@ -101,15 +116,18 @@ def _fill(map_PY: Array, pool: Pool, take: Callable, source: Array) -> tuple[Arr
     return jnp.where(empty_PJ, 0, row_PJ), total_P.astype(jnp.float32) / rows
 
 
-def _dense_sections(part: dict[str, Array], tiles: int, fmt: Format) -> xla.Dense:
+def _sections(payload_PY: Array, n: int, fmt: Format) -> dict[str, Array]:
+    return split(payload_PY, fmt, n, lambda p, start, stop: p[:, start:stop])
+
+
+def _dense_sections(part: dict[str, Array], fmt: Format) -> xla.Dense:
     codes_shape = (-1, 8, COLUMNS) if fmt.dense_bits == 4 else (-1, 3, 2, COLUMNS)
     plane_XW = None
     if fmt.plane:
         plane_PJ = _from_bytes(part["plane"], jnp.uint16, (-1,))
         map_PV = as_words(part["plane_map"])
         plane_PS = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(plane_PJ, ranks(map_PV))
-        bit_PS = (map_PV[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1).reshape(plane_PS.shape)
-        plane_XW = jnp.where(bit_PS != 0, plane_PS, 0).reshape(-1, COLUMNS)
+        plane_XW = jnp.where(_bits(map_PV), plane_PS, 0).reshape(-1, COLUMNS)
     return xla.Dense(part["rest"].reshape(-1, ROWS, COLUMNS), part["codes"].reshape(codes_shape),
                      part["tops"].reshape(-1, ROWS), None, plane_XW)
 
@@ -120,10 +138,19 @@ def _patch(word_PTRW: Array, part: dict[str, Array], fmt: Format) -> Array:
     if fmt.escapes:
         map_PY = _escape_map(part["codes"].reshape(word_PTRW.shape[0], -1, 3, 2 * COLUMNS))
         return jax.vmap(_put_escapes)(word_PTRW, *_at(map_PY, part["escapes"]), part["escapes"], rest_PTRW)
-    e_PJR = part["raw"].reshape(word_PTRW.shape[0], -1, ROWS)
+    return jax.vmap(_put_columns)(word_PTRW, *_raw_rows(part, rest_PTRW))
+
+
+def _raw_rows(part: dict[str, Array], rest_PTRW: Array) -> tuple[Array, Array, Array]:
+    """Index of each raw sub-block, whether the row is in use, and its words."""
+    e_PJR = part["raw"].reshape(rest_PTRW.shape[0], -1, ROWS)
     index_PJ, valid_PJ = _at(part["raw_map"], e_PJR)
-    row_PJR = xla.join(e_PJR, jax.vmap(_take_columns)(rest_PTRW, index_PJ))
-    return jax.vmap(_put_columns)(word_PTRW, index_PJ, valid_PJ, row_PJR)
+    return index_PJ, valid_PJ, xla.join(e_PJR, jax.vmap(_take_columns)(rest_PTRW, index_PJ))
+
+
+def _bits(map_PV: Array) -> Array:
+    """bool [P, 32 V]."""
+    return (map_PV[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1).reshape(map_PV.shape[0], -1) != 0
 
 
 def _at(map_PY: Array, row_PJ: Array) -> tuple[Array, Array]:

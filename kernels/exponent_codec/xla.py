@@ -57,6 +57,17 @@ def decode(dense: Dense, fmt: Format) -> Array:
     return join(e_XRW, dense.rest_XRW)
 
 
+def decode_add(total_XRW: Array, dense: Dense, fmt: Format) -> Array:
+    """float32 total + decoded words; where the sub-block is raw (dense.raw_XW), the total as it is."""
+    assert dense.raw_XW is not None
+    return jnp.where(dense.raw_XW[:, None], total_XRW, total_XRW + widened(decode(dense, fmt)))
+
+
+def widened(word: Array) -> Array:
+    """float32 of bfloat16's words by their bits: converting may flush subnormals."""
+    return jax.lax.bitcast_convert_type(word.astype(jnp.uint32) << 16, jnp.float32)
+
+
 def exponent(word: Array) -> Array:
     """Exponent field of uint16 words; the sign falls off."""
     return (word >> 7).astype(jnp.uint8)
