@@ -37,6 +37,7 @@ class Verb(NamedTuple):
 
 
 Verbs = Mapping[str, Verb]
+TAIL = "tail_grad_reduce"   # scope of the last segment's reductions, beside which nothing is left to run
 
 
 def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any]]:
@@ -137,9 +138,9 @@ class _Program:
     def forward(self, x_BSD, params, consts, layered):
         """x_BSD, (aux of each layer, saved values)."""
         env = self._params(params) | dict(zip(self.inputs, self._split(x_BSD), strict=True))
-        self._run(self.graph.forward, self.plan.forward, self.plan.forward_spans, env, consts, layered)
+        finish = self._run(self.graph.forward, self.plan.forward, self.plan.forward_spans, env, consts, layered)
         aux = jax.tree.map(lambda *a: jnp.stack(a), *(env[v] for v in self.aux))
-        return self._join([env[v] for v in self.outputs]), (aux, self._saved(env))
+        return finish(self._join([env[v] for v in self.outputs])), (aux, self._saved(env))
 
     def backward(self, dx_BSD, daux, saved, params, consts, layered, pending):
         """dx_BSD, gradients of this segment's parameters before reduction, and reduced ones of the segment above's."""
@@ -152,10 +153,10 @@ class _Program:
         else:
             env |= {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
         spans = tuple(s for s in self.plan.backward_spans if s.task in set(order))
-        self._run(pass_, order, spans, env, consts, layered)
+        finish = self._run(pass_, order, spans, env, consts, layered)
         layers = range(self.block.segment)
         own = {p.name: jnp.stack([env[f"d:{p.name}@{i}"] for i in layers]) for p in self.block.params}
-        dx_BSD = self._join([env[f"d:{v}"] for v in self.inputs])
+        dx_BSD = finish(self._join([env[f"d:{v}"] for v in self.inputs]))
         return dx_BSD, own, None if pending is None else self._whole(env)
 
     def divide(self, own: Env) -> tuple[Env, Env]:
@@ -166,8 +167,10 @@ class _Program:
     def reduce(self, pending: Env, consts) -> Env:
         """The gradients of the last segment, beside which nothing is left to run."""
         env = {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
-        order = tuple(self.reductions.by_name)
-        self._run(self.reductions, order, (), env, consts, {})
+        with jax.named_scope(TAIL):
+            for task in self.reductions.tasks:
+                reads = tuple(env[v] for v in task.reads)
+                env |= dict(zip(task.writes, self.verbs[task.verb].run(task, reads, consts), strict=True))
         return self._whole(env)
 
     def _whole(self, env: Env) -> Env:
@@ -221,7 +224,9 @@ class _Program:
             env |= {_chunk(v, i): tree.unflatten([c[i] for c in cut]) for i in range(degree)}
         return env
 
-    def _run(self, pass_: Pass, order: Sequence[str], spans: Sequence[Span], env: Env, consts, layered) -> None:
+    def _run(self, pass_: Pass, order: Sequence[str], spans: Sequence[Span], env: Env, consts, layered) -> Callable:
+        """Run tasks, which adds to env; returns what ties a result of the pass to the end of every stream."""
+
         def call(task: Task, reads: tuple) -> tuple:
             at = consts | jax.tree.map(lambda a: a[task.layer], layered)
             with jax.named_scope(scope(task)):
@@ -229,7 +234,7 @@ class _Program:
                     return self._again(task, reads, at)
                 return self._pull(task, reads, at)
 
-        _issue(pass_, order, spans, env, call, self.plan.barriers)
+        return _issue(pass_, order, spans, env, call, self.plan.barriers)
 
     def _again(self, task: Task, reads: tuple, consts) -> tuple:
         """A forward task, or those of its values that are wanted again."""
@@ -280,73 +285,94 @@ def _chunk(stem: str, i: int) -> str:
     return f"{name}.{i}{at}{layer}"
 
 
-def _issue(pass_: Pass, order, spans, env: Env, call: Callable[[Task, tuple], tuple], barriers: bool) -> None:
-    """Run tasks in order, tied as module doc says. Values of env are added to where they are cotangents."""
+def _issue(pass_: Pass, order, spans, env: Env, call: Callable[[Task, tuple], tuple], barriers: bool) -> Callable:
+    """Run tasks in order, tied as the module's doc says. Values of env are added to where they are cotangents."""
     if not barriers:
         for name in order:
             task = pass_.by_name[name]
             _commit(task, call(task, tuple(env[v] for v in task.reads)), env)
-        return
+        return lambda result: result
+    streams = _Streams(env, call)
     span_of = {s.task: s for s in spans}
     waiting: dict[str, list[Task]] = {}
-    ending: dict[str, list[tuple[Task, tuple]]] = {}
-    chain: dict[str, jax.Array] = {}
-
-    def inputs(task: Task) -> tuple:
-        reads = tuple(env[v] for v in task.reads)
-        for stream in task.streams:
-            if stream in chain:
-                reads = _tied(reads, chain[stream])
-        return reads
-
-    def finish(task: Task, outs: tuple) -> None:
-        token = _token(outs)
-        if token is not None:
-            chain.update(dict.fromkeys(task.streams, token))
-        s = span_of.get(task.name)
-        if s is None:
-            _commit(task, outs, env)
-        else:
-            ending.setdefault(s.last, []).append((task, outs))
-
-    def launch(first: Task, beside: list[Task]) -> None:
-        """Collectives and the compute task beside which they start."""
-        used: set[str] = set()
-        together = []
-        for task in beside:
-            if not used & set(task.streams):
-                together.append(task)
-            used |= set(task.streams)
-        reads = [inputs(t) for t in (*together, first)]
-        reads = _tied_together(reads)
-        for task, r in zip(together, reads[:-1], strict=True):
-            finish(task, call(task, r))
-        for task in beside:
-            if task not in together:
-                finish(task, call(task, inputs(task)))
-        outs = call(first, reads[-1])
-        ended = ending.pop(first.name, [])
-        if ended:
-            *others, outs = _tied_together([*(o for _, o in ended), outs])
-            for (task, _), o in zip(ended, others, strict=True):
-                _commit(task, o, env)
-        finish(first, outs)
-
-    def flush(streams: tuple[str, ...]) -> None:
-        """Waiting collectives of these streams start now, so that a stream keeps its order."""
-        for tasks in waiting.values():
-            for task in [t for t in tasks if set(t.streams) & set(streams)]:
-                tasks.remove(task)
-                finish(task, call(task, inputs(task)))
-
     for name in order:
         task = pass_.by_name[name]
         if name in span_of:
             waiting.setdefault(span_of[name].first, []).append(task)
             continue
-        if task.is_collective:
-            flush(task.streams)
-        launch(task, waiting.pop(name, []))
+        if task.is_collective:   # a stream keeps its order: what waits on it for a compute task starts now
+            for tasks in waiting.values():
+                for earlier in [t for t in tasks if set(t.streams) & set(task.streams)]:
+                    tasks.remove(earlier)
+                    streams.run(earlier, [], span_of[earlier.name].last)
+        streams.run(task, waiting.pop(name, []), None, span_of)
+    return streams.finish
+
+
+class _Streams:
+    """The tasks in flight, and a token for each stream that says how far it has come.
+
+    A token goes into a barrier with an input of a task and comes out with it, and again with an output: so the next
+    task of the stream waits for this one. XLA drops from a barrier what nothing uses afterwards, one by one from the
+    end; so the last tokens must be used by a result (`finish`).
+    """
+
+    def __init__(self, env: Env, call: Callable[[Task, tuple], tuple]):
+        self.env, self.call = env, call
+        self.tokens: dict[str, jax.Array] = {}
+        self.ending: dict[str, list[tuple[Task, tuple]]] = {}
+
+    def run(self, task: Task, beside: list[Task], last: str | None, span_of: Mapping[str, Span] | None = None) -> None:
+        """task, and the collectives whose spans begin with it. last: of its own span, if it has one."""
+        used: set[str] = set()
+        together, after = [], []
+        for c in beside:   # of each stream, one starts with the task, and others when that one has ended
+            (after if used & set(c.streams) else together).append(c)
+            used |= set(c.streams)
+        *begun, reads = _tied_together([self._inputs(t) for t in (*together, task)])
+        for c, r in zip(together, begun, strict=True):
+            self._finish(c, self.call(c, r), span_of[c.name].last if span_of else None)
+        for c in after:
+            self._finish(c, self.call(c, self._inputs(c)), span_of[c.name].last if span_of else None)
+        outs = self.call(task, reads)
+        ended = self.ending.pop(task.name, [])
+        *others, outs = _tied_together([*(o for _, o in ended), outs])
+        for (c, _), o in zip(ended, others, strict=True):
+            self._complete(c, o)
+        self._finish(task, outs, last)
+
+    def finish(self, result: jax.Array) -> jax.Array:
+        """result, bit for bit, once all streams have come to their end. Tokens are zeros, which XLA cannot know."""
+        if not self.tokens:
+            return result
+        return jnp.where(sum(self.tokens.values()) == 0, result, jnp.zeros_like(result))
+
+    def _inputs(self, task: Task) -> tuple:
+        reads = tuple(self.env[v] for v in task.reads)
+        for stream in task.streams:
+            if stream in self.tokens:
+                reads, self.tokens[stream] = _tied(reads, self.tokens[stream])
+        return reads
+
+    def _finish(self, task: Task, outs: tuple, last: str | None) -> None:
+        if last is None:
+            self._complete(task, outs)
+        else:
+            self.ending.setdefault(last, []).append((task, outs))
+
+    def _complete(self, task: Task, outs: tuple) -> None:
+        for stream in task.streams:
+            token = self.tokens.get(stream)
+            if token is None:
+                token = _token(outs)
+            outs, self.tokens[stream] = _tied(outs, token)
+        _commit(task, outs, self.env)
+
+
+def _token(outs: tuple) -> jax.Array:
+    zero = jnp.zeros((), jnp.float32)
+    picked = _pick(outs)
+    return vary_like(zero, picked[0][1]) if picked else zero
 
 
 def _commit(task: Task, outs: tuple, env: Env) -> None:
@@ -356,53 +382,54 @@ def _commit(task: Task, outs: tuple, env: Env) -> None:
         env[name] = value
 
 
-def _leaves(values: tuple) -> list:
-    return [(i, a) for i, a in enumerate(jax.tree.leaves(values)) if hasattr(a, "dtype")]
-
-
-def _token(outs: tuple):
-    """A value of a task that others can be tied to."""
-    leaves = [a for _, a in _leaves(outs)]
-    floats = [a for a in leaves if jnp.issubdtype(a.dtype, jnp.inexact)]
-    return (floats or leaves or [None])[0]
-
-
-def _tied(reads: tuple, token: jax.Array) -> tuple:
-    """reads, the first one that can be waiting for token.
-
-    Others keep their own value: a barrier makes new values of all that it ties, and jax 0.10 makes each as varying over
-    the mesh as the most varying one.
-    """
-    for i, a in _leaves(reads):
-        if varying_axes(a) >= varying_axes(token):
-            tied, _ = jax.lax.optimization_barrier((a, token))
-            return _replaced(reads, i, tied)
-    return reads
+def _tied(values: tuple, token: jax.Array) -> tuple[tuple, jax.Array]:
+    """values and token, neither there before the other."""
+    *tied, after = _barrier([_pick(values), [(0, token)]])
+    return _replaced(values, tied[0]), after[0][1]
 
 
 def _tied_together(groups: list[tuple]) -> list[tuple]:
-    """One value of each tied to one of each other."""
+    """A value of each group tied to one of each other."""
     if len(groups) < 2:
         return groups
-    picks = [_pick(g) for g in groups]
-    some = [(g, p) for g, p in enumerate(picks) if p is not None]
-    if len(some) < 2:
-        return groups
-    tied = jax.lax.optimization_barrier(tuple(p[1] for _, p in some))
-    groups = list(groups)
-    for (g, (i, before)), after in zip(some, tied, strict=True):
-        if varying_axes(after) == varying_axes(before):
-            groups[g] = _replaced(groups[g], i, after)
-    return groups
+    return [_replaced(g, tied) for g, tied in zip(groups, _barrier([_pick(g) for g in groups]), strict=True)]
 
 
-def _pick(values: tuple):
-    """The most varying value, the first of them."""
-    leaves = [(i, a) for i, a in _leaves(values) if jnp.issubdtype(a.dtype, jnp.inexact)] or _leaves(values)
-    return max(leaves, key=lambda ia: len(varying_axes(ia[1])), default=None)
+def _barrier(picks: list[list[tuple[int, jax.Array]]]) -> list[list[tuple[int, jax.Array]]]:
+    """Picked arrays, none there before all are.
+
+    jax 0.10 makes each as varying over the mesh as the most varying one; an array that would change so is kept as it is.
+    """
+    flat = [a for pick in picks for _, a in pick]
+    if len(flat) < 2:
+        return picks
+    after = iter(jax.lax.optimization_barrier(tuple(flat)))
+    return [[(i, b if varying_axes(b) == varying_axes(a) else a) for (i, a), b in zip(pick, after, strict=False)]
+            for pick in picks]
 
 
-def _replaced(values: tuple, i: int, new) -> tuple:
+def _pick(values: tuple) -> list[tuple[int, jax.Array]]:
+    """Arrays of the first value that varies most over the mesh, with their places among all arrays.
+
+    Only these are tied: a barrier makes new arrays of all that it ties, weights included.
+    """
+    best: list[tuple[int, jax.Array]] = []
+    rank, at = (False, -1), 0
+    for value in values:
+        leaves = jax.tree.leaves(value)
+        numbered = [(at + i, a) for i, a in enumerate(leaves)]
+        at += len(leaves)
+        floats = [(i, a) for i, a in numbered if jnp.issubdtype(a.dtype, jnp.inexact)]
+        found = floats or numbered[:1]
+        if found:
+            new = (bool(floats), min(len(varying_axes(a)) for _, a in found))
+            if new > rank:
+                best, rank = found, new
+    return best
+
+
+def _replaced(values: tuple, new: list[tuple[int, jax.Array]]) -> tuple:
     leaves, tree = jax.tree.flatten(values)
-    leaves[i] = new
+    for i, a in new:
+        leaves[i] = a
     return tree.unflatten(leaves)

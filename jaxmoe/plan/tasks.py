@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-STREAMS = ("compute", "intra", "inter")
+STREAMS: tuple[str, ...] = ("compute", "intra", "inter")
 PLAN_VERSION = 1
 
 Direction = Literal["forward", "recompute", "grad", "input_grad", "weight_grad"]

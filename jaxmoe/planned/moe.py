@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..experts import ExpertWeights, experts_down, experts_up
 from ..norm import rms_norm
-from ..plan.block import Block, cover
+from ..plan.block import Block
 from ..plan.execute import Verb
 from ..plan.tasks import Degrees, Task
 from ..routing.losses import conclusions, tally, total

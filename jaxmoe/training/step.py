@@ -188,8 +188,19 @@ def gradients(model: Any, batch: Batch, coefs: dict[str, float], accumulate: int
     return {n: p.max(0) if n in LARGEST else p.sum(0) for n, p in parts.items()}, grads
 
 
-@partial(nnx.jit, static_argnames=("load_balance_coef", "router_z_coef", "importance_coef", "accumulate", "seed"))
-def train_step(
+def step_function(cfg: Any, graph: Any) -> Any:
+    """f(state, batch) -> state, metrics: the train step of cfg on `nnx.split((model, optimizer))`'s graph and state."""
+
+    def step(state: Any, batch: Batch | jax.Array):
+        model, optimizer = nnx.merge(graph, state)
+        metrics = _train_step(model, optimizer, batch, cfg.moe.load_balance_coef, cfg.moe.router_z_coef,
+                              cfg.moe.importance_coef, cfg.train.accumulate, cfg.train.seed)
+        return nnx.state((model, optimizer)), metrics
+
+    return step
+
+
+def _train_step(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
     batch: Batch | jax.Array,
@@ -225,6 +236,10 @@ def train_step(
     after = nnx.state((model, optimizer))
     nnx.update((model, optimizer), jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before))
     return metrics
+
+
+train_step = partial(nnx.jit, static_argnames=(
+    "load_balance_coef", "router_z_coef", "importance_coef", "accumulate", "seed"))(_train_step)
 
 
 @nnx.jit

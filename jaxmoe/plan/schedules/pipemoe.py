@@ -23,8 +23,12 @@ BACKWARD = {"combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2,
 EXPERTS = {"experts_down:dx": 0, "experts_up:dx": 1, "experts_down:dw": 2, "experts_up:dw": 3}
 
 
+# All parts of the tokens are routed before the first one's experts, so that their dispatches follow one another.
+COMPUTE = {"shared_up": 1, "shared_down": 1, "experts_up": 2, "experts_down": 2, "unpack": 3, "tally": 3, "losses": 4}
+
+
 def forward(task: Task) -> tuple:
-    return (task.layer, place(task, FORWARD)) if task.is_collective else (task.layer,)
+    return (task.layer, place(task, FORWARD if task.is_collective else COMPUTE))
 
 
 def backward(task: Task) -> tuple:
@@ -36,9 +40,10 @@ def backward(task: Task) -> tuple:
     layer = -task.layer
     if task.is_collective:
         return (1, layer, place(task, BACKWARD))
-    after = task.verb in ("pack", "route", "attn_out", "attend", "attn_in", "tally")
-    is_expert = task.verb in ("experts_up", "experts_down")
-    return (1, layer, 2 if after else 1 if is_expert else 0, -task.chunk if is_expert else 0, place(task, EXPERTS))
+    if task.verb in ("experts_up", "experts_down"):
+        part = tuple(-int(n) for n in task.of.partition("@")[0].split(".")[1:])
+        return (1, layer, 1, *part, place(task, EXPERTS))
+    return (1, layer, 2 if task.verb in ("pack", "route", "attn_out", "attend", "attn_in") else 0)
 
 
 ORDERS = Orders(forward, backward)

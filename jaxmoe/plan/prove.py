@@ -1,0 +1,355 @@
+"""A plan against the program that XLA compiled: what flies beside what, and in which order.
+
+The compiled text of a GPU program is its schedule. A collective that does not block is a pair of instructions, start
+and done; every instruction carries the name of the task that it came from. Needs no GPU: XLA compiles for a described
+one (`pip install 'jaxmoe[prove]'`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .cluster import Cluster, gpu_description
+from .cost import durations
+from .tasks import STREAMS, Pass, Plan, Span, Task
+
+COLLECTIVE = re.compile(r"^(all-to-all|all-gather|reduce-scatter|all-reduce|collective-permute|ragged-all-to-all)")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
+SCOPE = re.compile(r"task_[\w.]+")
+PRODUCT = re.compile(r"gemm|cublas|dot|matmul|cudnn|triton_kernel|mosaic")
+COMBINE_BYTES = 1
+NOT_WORK = {"get-tuple-element", "bitcast", "parameter", "constant", "tuple", "after-all", "iota", "partition-id"}
+
+
+def compile_options(plan: Plan | None) -> dict[str, Any]:
+    """XLA's options that a plan needs on GPUs; `train` uses the same.
+
+    As many collectives in flight as there are links, and none merged with another: merged ones would not be where the
+    plan has them.
+    """
+    if plan is None:
+        return {}
+    links = {s for p in (plan.graph.forward, plan.graph.backward) for t in p.tasks for s in t.streams} - {"compute"}
+    return {
+        "xla_gpu_experimental_parallel_collective_overlap_limit": max(len(links), 1),
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        **{f"xla_gpu_{kind}_combine_threshold_bytes": COMBINE_BYTES
+           for kind in ("all_reduce", "all_gather", "reduce_scatter")},
+    }
+
+
+def target_devices(cluster: Cluster) -> list[Any]:
+    """Devices of the cluster, without any. Raises ValueError where the compiler for them is not installed."""
+    from jax.experimental import topologies
+
+    try:
+        description = gpu_description(cluster.gpu)
+        shape = f"1x{cluster.nodes}x{cluster.gpus_per_node}"
+        return topologies.get_topology_desc(cluster.gpu, "cuda", target_config=description, topology=shape).devices
+    except (RuntimeError, ModuleNotFoundError) as e:
+        raise ValueError("prove needs XLA's compiler for NVIDIA GPUs: pip install 'jaxmoe[prove]' "
+                         f"({str(e).splitlines()[0]})") from e
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One scheduled instruction. scope: as `execute.scope` names the task that it came from, or ""."""
+
+    name: str
+    op: str
+    scope: str
+    operands: str
+    is_sync: bool
+    text: str
+
+    @property
+    def is_product(self) -> bool:
+        return self.op in ("fusion", "custom-call", "dot") and bool(PRODUCT.search(self.name + self.text[:2000]))
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A collective in a compiled program. beside: what ran between its start and its done, in order."""
+
+    task: str
+    kind: str
+    is_async: bool
+    beside: tuple[Instruction, ...]
+    times: int
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A straight piece of a compiled program: the main one, or a loop's body. order: instructions as they start."""
+
+    flights: tuple[Flight, ...]
+    order: tuple[Instruction, ...]
+
+
+def read(text: str) -> tuple[Computation, ...]:
+    """The pieces of a compiled GPU program, loops' bodies once each."""
+    computations = _computations(text)
+    entry = next(name for name, lines in computations.items() if lines and lines[0].startswith("ENTRY"))
+    found: list[Computation] = []
+    _walk(entry, 1, computations, found)
+    return tuple(found)
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    current = None
+    for line in text.splitlines():
+        if not line.startswith(" ") and (m := COMPUTATION.match(line)):
+            current = found.setdefault(m.group(1), [line])
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            current.append(line)
+    return found
+
+
+def _walk(name: str, times: int, computations: dict[str, list[str]], found: list[Computation]) -> None:
+    flights: list[Flight] = []
+    order: list[Instruction] = []
+    flying: dict[str, tuple[Instruction, list[Instruction]]] = {}
+    for i in _instructions(computations[name]):
+        if i.op == "while":
+            trip = re.search(r'known_trip_count[^0-9]*(\d+)', i.text)
+            body = re.search(r"body=%?([\w.\-]+)", i.text)
+            if body:
+                _walk(body.group(1), times * (int(trip.group(1)) if trip else 1), computations, found)
+            continue
+        kind = _kind(i)
+        if kind and i.op.endswith("-start"):
+            flying[i.name] = (i, [])
+            order.append(i)
+        elif i.op.endswith("-done"):
+            started = re.search(r"%([\w.\-]+)", i.operands)
+            if started and started.group(1) in flying:
+                start, beside = flying.pop(started.group(1))
+                flights.append(Flight(start.scope, _kind(start), not start.is_sync, tuple(beside), times))
+        elif kind:
+            order.append(i)
+            flights.append(Flight(i.scope, kind, False, (), times))
+        elif i.op not in NOT_WORK:
+            order.append(i)
+            for _, beside in flying.values():
+                beside.append(i)
+    found.append(Computation(tuple(flights), tuple(order)))
+
+
+def _kind(i: Instruction) -> str:
+    """Kind of collective, or ""."""
+    m = COLLECTIVE.match(i.op) or COLLECTIVE.match(i.name)
+    return m.group(1) if m else ""
+
+
+def _instructions(lines: Iterable[str]) -> Iterator[Instruction]:
+    for line in lines:
+        m = INSTRUCTION.match(line)
+        if m is None:
+            continue
+        name, _, op, rest = m.groups()
+        scopes = SCOPE.findall(rest)
+        yield Instruction(name, op, scopes[-1] if scopes else "", rest.split(")")[0], '"is_sync":true' in rest, rest)
+
+
+@dataclass
+class Report:
+    """What a compiled program makes of a plan. Bytes are those that one device sends in a step.
+
+    bytes_overlapped: of each collective, its bytes times the planned seconds of the compute that runs beside it over its
+    own, at most 1. bytes_overlappable: of collectives for which the task graph holds a matrix product that neither waits
+    for them nor they for it. missing: promised pairs (spans) that are not there. departures: tasks out of order.
+    """
+
+    collectives: int = 0
+    async_collectives: int = 0
+    bytes_total: float = 0.0
+    bytes_overlapped: float = 0.0
+    bytes_overlappable: float = 0.0
+    order_kept: bool = True
+    peak_memory_bytes: int = 0
+    missing: list[dict[str, Any]] = field(default_factory=list)
+    departures: list[str] = field(default_factory=list)
+    promised: int = 0
+    unplanned: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was promised is there."""
+        return not self.missing
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @cached_property
+    def table(self) -> str:
+        """One line a collective."""
+        lines = [f"{'collective':34} {'kind':15} {'':6} {'MiB':>9} {'hidden':>7}  beside"]
+        for r in self.rows:
+            lines.append(f"{r['task']:34} {r['kind']:15} {'async' if r['is_async'] else 'SYNC':6} "
+                         f"{r['bytes'] / 2**20:9.2f} {r['overlapped']:7.0%}  {', '.join(r['beside'][:4])}")
+        return "\n".join(lines)
+
+
+def judge(plan: Plan, program: tuple[Computation, ...], cluster: Cluster, peak_memory_bytes: int = 0) -> Report:
+    """The plan against the program."""
+    report = Report(peak_memory_bytes=peak_memory_bytes, options=compile_options(plan))
+    graph = plan.graph
+    halves = [_Half(plan, pass_, order, spans, durations(pass_, cluster))
+              for pass_, order, spans in ((graph.forward, plan.forward, plan.forward_spans),
+                                          (graph.backward, plan.backward, plan.backward_spans))]
+    for computation in program:
+        for half in halves:
+            _judge_half(report, half, computation)
+        for f in computation.flights:
+            report.collectives += f.times
+            report.async_collectives += f.times * f.is_async
+            if not any(f.task in half.by_scope for half in halves):
+                report.unplanned[f.kind] = report.unplanned.get(f.kind, 0) + f.times
+    seen = {r["task"] for r in report.rows}
+    report.missing += [_missing(half, s, None) for half in halves for s in half.spans if s.task not in seen]
+    report.order_kept = not report.departures
+    return report
+
+
+@dataclass(frozen=True)
+class _Half:
+    plan: Plan
+    pass_: Pass
+    order: tuple[str, ...]
+    spans: tuple[Span, ...]
+    seconds: Mapping[str, float]
+
+    @cached_property
+    def overlappable(self) -> set[str]:
+        return _independent_products(self.pass_)
+
+    @cached_property
+    def by_scope(self) -> dict[str, Task]:
+        return _scopes(self.pass_)
+
+    def partners(self, span: Span) -> list[Task]:
+        place = {n: i for i, n in enumerate(self.order)}
+        inside = self.order[place[span.first]:place[span.last] + 1]
+        return [t for t in (self.pass_.by_name[n] for n in inside) if not t.is_collective]
+
+
+def _scopes(pass_: Pass) -> dict[str, Task]:
+    from .execute import scope
+
+    return {scope(t): t for t in pass_.tasks}
+
+
+def _judge_half(report: Report, half: _Half, computation: Computation) -> None:
+    """Rows, promises and order of the pass's tasks in one piece of the program."""
+    spans = {s.task: s for s in half.spans}
+    found: dict[str, list[Flight]] = {}
+    for flight in computation.flights:
+        if flight.task in half.by_scope:
+            found.setdefault(half.by_scope[flight.task].name, []).append(flight)
+    for name, flights in found.items():
+        task = half.pass_.by_name[name]
+        if not task.is_collective:
+            continue
+        for flight in flights:
+            _row(report, half, task, flight, len(flights))
+        if name in spans:
+            report.promised += 1
+            best = max(flights, key=lambda f: (f.is_async, len(_compute_beside(half, f))))
+            if not best.is_async or not _wanted(half, spans[name]) & {t.name for t in _compute_beside(half, best)}:
+                report.missing.append(_missing(half, spans[name], best))
+    report.departures += _departures(half, computation)
+
+
+def _row(report: Report, half: _Half, task: Task, flight: Flight, flights: int) -> None:
+    beside = _compute_beside(half, flight)
+    planned = half.seconds[task.name] / flights
+    share = min(1.0, sum(half.seconds[t.name] for t in beside) / max(planned, 1e-30)) if flight.is_async else 0.0
+    sent = task.bytes * flight.times / flights
+    report.bytes_total += sent
+    report.bytes_overlapped += share * sent
+    report.bytes_overlappable += sent * (task.name in half.overlappable)
+    report.rows.append({"task": task.name, "kind": flight.kind, "is_async": flight.is_async, "times": flight.times,
+                        "bytes": sent, "overlapped": share, "beside": [t.name for t in beside]})
+
+
+def _wanted(half: _Half, span: Span) -> set[str]:
+    """Tasks of which one must be beside: those with a matrix product, if the span has any."""
+    partners = half.partners(span)
+    return {t.name for t in partners if t.kind == "matmul"} or {t.name for t in partners}
+
+
+def _missing(half: _Half, span: Span, flight: Flight | None) -> dict[str, Any]:
+    beside = [] if flight is None else [t.name for t in _compute_beside(half, flight)]
+    return {"task": span.task, "promised": sorted(_wanted(half, span)), "found": beside,
+            "is_async": flight is not None and flight.is_async}
+
+
+def _compute_beside(half: _Half, flight: Flight) -> list[Task]:
+    """Compute tasks of which the main work lies between start and done: a product of those that have one."""
+    found: dict[str, Task] = {}
+    for i in flight.beside:
+        task = half.by_scope.get(i.scope)
+        if task is not None and not task.is_collective and (i.is_product or task.kind != "matmul"):
+            found.setdefault(task.name, task)
+    return list(found.values())
+
+
+def _independent_products(pass_: Pass) -> set[str]:
+    """Collectives beside which some matrix product could run."""
+    ancestors: dict[str, set[str]] = {}
+    for name in _topological(pass_):
+        ancestors[name] = set().union(*(ancestors[a] | {a} for a in pass_.after[name]))
+    products = [t.name for t in pass_.tasks if t.kind == "matmul"]
+    return {t.name for t in pass_.tasks if t.is_collective and any(
+        p not in ancestors[t.name] and t.name not in ancestors[p] for p in products)}
+
+
+def _topological(pass_: Pass) -> list[str]:
+    """Each task after those it waits for."""
+    left = {t.name: len(pass_.after[t.name]) for t in pass_.tasks}
+    readers: dict[str, list[str]] = {}
+    for name, earlier in pass_.after.items():
+        for a in earlier:
+            readers.setdefault(a, []).append(name)
+    order = [n for n, count in left.items() if not count]
+    for name in order:
+        for r in readers.get(name, ()):
+            left[r] -= 1
+            if not left[r]:
+                order.append(r)
+    return order
+
+
+def _departures(half: _Half, computation: Computation) -> list[str]:
+    """Tasks that end before one starts which the plan has earlier on the same stream, by their main instructions.
+
+    Parts of a task that nothing holds back, such as products that it repeats of the forward pass, may come early.
+    """
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for at, i in enumerate(computation.order):
+        task = half.by_scope.get(i.scope)
+        if task is not None and (_kind(i) if task.is_collective else i.is_product):
+            first.setdefault(task.name, at)
+            last[task.name] = at
+    found = []
+    for stream in STREAMS:
+        tasks = [n for n in half.order if stream in half.pass_.by_name[n].streams and n in first]
+        latest, before = -1, ""
+        for name in tasks:
+            if last[name] < latest:
+                found.append(f"{name} runs before {before}")
+            if first[name] > latest:
+                latest, before = first[name], name
+    return found
