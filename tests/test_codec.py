@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from jaxmoe.kernels import exponent_codec as kernel
 
 from jaxmoe import codec
+from jaxmoe.measure.codec import bench_codec
 
 FORMATS = ("x4s", "x3p", "x3")
 N = 2**16 + 1  # every pattern once, odd, no multiple of a tile
@@ -225,6 +226,14 @@ def test_sum_adds_in_order():
     total_N = jax.jit(partial(kernel.decode_sum, n=4097, fmt=fmt))(encode(jnp.asarray(word_PN))[0])
     x_PN = (word_PN.astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(total_N, (x_PN[0] + x_PN[1]) + x_PN[2])
+
+
+def test_bench_has_a_row_a_format_under_the_bound():
+    x = jnp.asarray(GAUSSIAN[:-1].view(ml_dtypes.bfloat16))
+    (row,) = bench_codec({"weights": x}, ("x4s",), peers=False, repeats=1)
+    assert row["format"] == "x4s" and row["array"] == "weights" and not row["fell_back"]
+    assert 1.2 < row["ratio"] < row["bound_ratio"] < 1.53 and 0 < row["escape_share"] < 0.04
+    assert min(row["encode_bytes_per_second"], row["decode_bytes_per_second"]) > 0
 
 
 @pytest.mark.parametrize(("dtype", "name", "words"), (
