@@ -11,6 +11,11 @@ from .layer import MoE as MoE
 from .mesh import Roles as Roles
 from .mesh import make_mesh as make_mesh
 from .models import DecoderLM as DecoderLM
+from .plan.cluster import load_cluster as load_cluster
+from .plan.simulate import simulate as simulate
+from .plan.tasks import Plan as Plan
+from .planning import plan as plan
+from .proof import prove as prove
 from .routing import Cosine as Cosine
 from .routing import ExpertChoice as ExpertChoice
 from .routing import NoisyTopK as NoisyTopK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, load_cluster
 from .plan.schedules import SCHEDULES
+from .plan.simulate import simulate
 from .plan.tasks import Degrees, Plan
 from .planned import moe_block
 from .spec import Spec
@@ -27,8 +29,8 @@ KEPT = {
 def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     """The plan that `[schedule]` asks for, for the model and batch of cfg.
 
-    cluster: costs to plan with; None = `schedule.cluster`. Raises ValueError if the plan in `schedule.plan` was made for
-    other shapes, or if the schedule is "plain".
+    cluster: costs to plan with; None = `schedule.cluster`. Raises ValueError if the plan in `schedule.plan` was made
+    for other shapes, or if the schedule is "plain".
 
     Example: ``plan = jaxmoe.plan(cfg, "8x8-h100"); print(plan.degrees)``
     """
@@ -37,21 +39,26 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     if cfg.schedule.plan is not None:
         return _read(cfg.schedule.plan, block)
     if cfg.schedule.kind not in SCHEDULES:
-        raise ValueError(f"schedule.kind must be one of {', '.join(SCHEDULES)} to make a plan, got {cfg.schedule.kind!r}")
-    return alternatives(cfg, cluster, (cfg.schedule.kind,), block)[cfg.schedule.kind]
-
-
-def alternatives(cfg: Any, cluster: Cluster, kinds: Any = tuple(SCHEDULES), block: Block | None = None) -> dict[str, Plan]:
-    """A plan of each schedule that can run this config."""
-    block = block or block_of(cfg, cluster)
+        raise ValueError(f"schedule.kind must be one of {', '.join(SCHEDULES)} to make a plan, "
+                         f"got {cfg.schedule.kind!r}")
     degrees = None if cfg.schedule.degrees is None else Degrees(**cfg.schedule.degrees.model_dump())
-    options = {"saved": KEPT[cfg.train.remat], "slices": cfg.schedule.slices}
-    return {kind: _with_barriers(SCHEDULES[kind](block, cluster, degrees, **options), cfg) for kind in kinds}
+    return _made(cfg.schedule.kind, block, cluster, degrees, cfg)
 
 
-def _with_barriers(made: Plan, cfg: Any) -> Plan:
-    from dataclasses import replace
+def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
+    """The plan that cfg asks for, and the modelled seconds of every schedule that can run it, at its best degrees."""
+    block = block_of(cfg, cluster)
+    seconds = {}
+    for kind in SCHEDULES:
+        try:
+            seconds[kind] = simulate(_made(kind, block, cluster, None, cfg), cluster).makespan
+        except ValueError:   # not for this block
+            continue
+    return plan(cfg, cluster), seconds
 
+
+def _made(kind: str, block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any) -> Plan:
+    made = SCHEDULES[kind](block, cluster, degrees, saved=KEPT[cfg.train.remat], slices=cfg.schedule.slices)
     return made if cfg.schedule.barriers else replace(made, barriers=False)
 
 

@@ -46,8 +46,8 @@ def target_mesh(cfg: Any, cluster: Cluster) -> Mesh:
     known = math.prod(s for s in sizes.values() if s != -1)
     sizes = {a: devices // known if s == -1 else s for a, s in sizes.items()}
     if math.prod(sizes.values()) != devices:
-        raise ValueError(f"mesh.axes: the product of {sizes} must be the {devices} devices of cluster {cluster.name!r}, "
-                         f"got {math.prod(sizes.values())}")
+        raise ValueError(f"mesh.axes: the product of {sizes} must be the {devices} devices of cluster "
+                         f"{cluster.name!r}, got {math.prod(sizes.values())}")
     return Mesh(np.array(target_devices(cluster)).reshape(tuple(sizes.values())), tuple(sizes),
                 axis_types=(AxisType.Auto,) * len(sizes))
 

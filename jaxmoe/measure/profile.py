@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from .. import collectives
@@ -56,6 +58,28 @@ def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequenc
     fits.append(_measure("matmul", partial(_matmul, mesh, dtype), widths, repeats))
     fits.append(_measure("memory", partial(_copy, mesh, dtype), sizes, repeats))
     return _cluster(mesh, links, name, {f.what: f for f in fits}), fits
+
+
+def axes_of(text: str) -> tuple[Mesh, dict[str, LinkName]]:
+    """A mesh of the present devices, and its links, from "node=2:inter,gpu=4:intra".
+
+    "" is what there is: processes as `node`, joined by "inter", their devices as `gpu`, joined by "intra".
+    """
+    if not text:
+        node, gpu = jax.process_count(), jax.local_device_count()
+        text = ",".join(part for part, n in ((f"node={node}:inter", node), (f"gpu={gpu}:intra", gpu)) if n > 1)
+        text = text or "gpu=1:intra"
+    sizes: dict[str, int] = {}
+    links: dict[str, LinkName] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"(\w+)=(\d+):(intra|inter)", part.strip())
+        if found is None:
+            raise ValueError(f"--axes must be like node=2:inter,gpu=4:intra, got {part!r}")
+        sizes[found[1]] = int(found[2])
+        links[found[1]] = "intra" if found[3] == "intra" else "inter"
+    if math.prod(sizes.values()) != jax.device_count():
+        raise ValueError(f"--axes must have a product of the {jax.device_count()} devices, got {sizes}")
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)), links
 
 
 def as_text(fits: Sequence[Fit]) -> str:

@@ -116,8 +116,8 @@ def spec_of(cfg, mesh, dtype=None) -> Spec:
 def moe_of(cfg, mesh, rngs, dtype) -> MoE:
     """The MoE layer that `[moe]` describes."""
     s = spec_of(cfg, mesh, dtype)
-    return MoE(s.d_model, s.d_ff, s.num_experts, rngs=rngs, router=s.router, dispatch=s.dispatch, activation=s.activation,
-               shared_experts=cfg.moe.shared_experts, mesh=mesh, roles=s.roles, group=s.group,
+    return MoE(s.d_model, s.d_ff, s.num_experts, rngs=rngs, router=s.router, dispatch=s.dispatch,
+               activation=s.activation, shared_experts=cfg.moe.shared_experts, mesh=mesh, roles=s.roles, group=s.group,
                load_balance=s.load_balance, dtype=s.dtype)
 
 

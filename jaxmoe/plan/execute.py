@@ -398,7 +398,7 @@ def _tied_together(groups: list[tuple]) -> list[tuple]:
 def _barrier(picks: list[list[tuple[int, jax.Array]]]) -> list[list[tuple[int, jax.Array]]]:
     """Picked arrays, none there before all are.
 
-    jax 0.10 makes each as varying over the mesh as the most varying one; an array that would change so is kept as it is.
+    jax 0.10 makes each as varying over the mesh as the most varying one; an array that would change so stays as it is.
     """
     flat = [a for pick in picks for _, a in pick]
     if len(flat) < 2:

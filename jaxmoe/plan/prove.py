@@ -164,9 +164,9 @@ def _instructions(lines: Iterable[str]) -> Iterator[Instruction]:
 class Report:
     """What a compiled program makes of a plan. Bytes are those that one device sends in a step.
 
-    bytes_overlapped: of each collective, its bytes times the planned seconds of the compute that runs beside it over its
-    own, at most 1. bytes_overlappable: of collectives for which the task graph holds a matrix product that neither waits
-    for them nor they for it. missing: promised pairs (spans) that are not there. departures: tasks out of order.
+    bytes_overlapped: of each collective, its bytes times the planned seconds of the compute that runs beside it over
+    its own, at most 1. bytes_overlappable: of collectives for which the task graph holds a matrix product that neither
+    waits for them nor they for it. missing: promised pairs (spans) that are not there. departures: tasks out of order.
     """
 
     collectives: int = 0
@@ -190,6 +190,26 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @cached_property
+    def text(self) -> str:
+        """The table, and what it comes to."""
+        of = lambda part: f"{part / max(self.bytes_total, 1):.0%}"  # noqa: E731
+        lines = [
+            self.table, "",
+            f"{self.async_collectives} of {self.collectives} collectives are asynchronous; "
+            f"{of(self.bytes_overlapped)} of {self.bytes_total / 2**30:.2f} GiB fly beside compute, "
+            f"{of(self.bytes_overlappable)} could",
+            f"order {'kept' if self.order_kept else 'not kept: ' + '; '.join(self.departures[:5])}",
+            f"peak memory {self.peak_memory_bytes / 2**30:.2f} GiB on a device; XLA options {self.options}",
+        ]
+        if self.unplanned:
+            lines.append(f"collectives outside the plan: {self.unplanned}")
+        for m in self.missing:
+            lines.append(f"missing: {m['task']} was to fly beside {', '.join(m['promised'])}, but "
+                         f"{'flies beside ' + ', '.join(m['found']) if m['found'] else 'flies beside nothing'}")
+        lines.append(f"{self.promised - len(self.missing)} of {self.promised} promised overlaps are there")
+        return "\n".join(lines)
 
     @cached_property
     def table(self) -> str:

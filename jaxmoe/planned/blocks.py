@@ -66,9 +66,9 @@ def _rows(spec: Spec, batch: int, sequence: int, tokens: int, chunk: str) -> int
         return spec.dispatch.bucket_rows(tokens, spec.router, spec.num_experts, devices)
     capacity = spec.dispatch.capacity(spec.router, groups.tokens, spec.num_experts)
     if chunk == "sequence" and capacity < spec.router.most_per_expert(groups.tokens, spec.num_experts):
-        raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come before second "
-                         f"ones of earlier tokens: use moe.dispatch.kind=\"ragged\", or a capacity_factor that gives "
-                         f"{groups.tokens} slots; got {capacity}")
+        raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come before "
+                         f'second ones of earlier tokens: use moe.dispatch.kind="ragged", or a capacity_factor that '
+                         f"gives {groups.tokens} slots; got {capacity}")
     return groups.local * min(capacity, tokens // groups.local)
 
 

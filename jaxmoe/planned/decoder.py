@@ -49,7 +49,7 @@ def planned_stack(
     plan: Plan, spec: Spec, attention: Any, block: nnx.Module, mesh: Mesh | None, x_BSD: jax.Array, positions_BS,
     documents_BS, token_mask, segment_ids, keys_L,
 ) -> tuple[jax.Array, Aux]:
-    """x_BSD and aux with a leading dim over layers. attention: rope_theta, norm_eps and backend, see `AttentionVerbs`."""
+    """x_BSD and aux with a leading dim over layers. attention: rope_theta, norm_eps, backend; see `AttentionVerbs`."""
     B, S, _ = x_BSD.shape
     roles = spec.roles
     variables = stack_parameters(block)

@@ -33,8 +33,8 @@ def planned_layer(
     """One device's part of a layer, inside shard_map: as the unplanned one, in value and gradient."""
     B, S, _ = by_token["x"].shape
     if (plan.block.batch, plan.block.seq, plan.block.attention) != (B, S, False):
-        raise ValueError(f"schedule: the plan is for {plan.block.batch} sequences of {plan.block.seq} tokens on a device"
-                         f"{', with attention' if plan.block.attention else ''}; the layer got {B} of {S}")
+        raise ValueError(f"schedule: the plan is for {plan.block.batch} sequences of {plan.block.seq} tokens on a "
+                         f"device{', with attention' if plan.block.attention else ''}; the layer got {B} of {S}")
     params = {f"router_{n}": a for n, a in router.items()}
     params |= {"w_up_EDF": w.up_EDF, "w_down_EFD": w.down_EFD}
     if w.gate_EDF is not None:

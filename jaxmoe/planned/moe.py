@@ -8,13 +8,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from ..compat import vary_over
 from ..experts import ExpertWeights, experts_down, experts_up
 from ..norm import rms_norm
 from ..plan.block import Block
 from ..plan.execute import Verb
 from ..plan.tasks import Degrees, Task
 from ..routing.losses import conclusions, tally, total
-from ..routing.tokens import outputs_of, tokens_of
+from ..routing.tokens import in_group_order, outputs_of, tokens_of
 from ..spec import Spec
 from ..types import Groups, Routing
 from .pieces import by_family, part_of, piece, piece_gradient
@@ -69,8 +70,8 @@ class MoEVerbs:
         if self.block.chunk == "sequence":
             return replace(g, tokens=g.tokens // parts)
         if g.local % parts:
-            raise ValueError(f"schedule.degrees: chunks along the batch must divide a device's {g.local} capacity groups "
-                             f"(moe.group), got {parts}")
+            raise ValueError(f"schedule.degrees: chunks along the batch must divide a device's {g.local} capacity "
+                             f"groups (moe.group), got {parts}")
         return replace(g, local=g.local // parts)
 
     def part_of_tokens(self, consts: dict, part: int) -> dict[str, jax.Array]:
@@ -126,8 +127,6 @@ class MoEVerbs:
         return (self.spread(d_tally),)
 
     def spread(self, tree):
-        from ..compat import vary_over
-
         return vary_over(tree, self.spec.roles.token_axes if self.spec.mesh is not None else ())
 
     def losses(self, task: Task, reads, consts):
@@ -172,10 +171,8 @@ class MoEVerbs:
             if v.startswith("h."):
                 found[v] = next(residual)
             elif v.startswith("shared."):
-                tokens, _ = tokens_of({"x": jnp.where(jnp.isfinite(d_BSD), d_BSD, 0), "mask": jnp.ones(d_BSD.shape[:2], bool),
-                                       "index": jnp.zeros(d_BSD.shape[:2], jnp.int32),
-                                       "segment": jnp.zeros(d_BSD.shape[:2], jnp.int32)}, self.groups_of_part())
-                found[v] = jnp.where(choice["valid"][:, None], tokens.x_TD, 0)
+                d_TD = in_group_order(d_BSD, self.groups_of_part())
+                found[v] = jnp.where(choice["valid"][:, None], d_TD, 0)
         return tuple(found[v] for v in wants)
 
     def _shared_weights(self, values: dict[str, list]) -> ExpertWeights:

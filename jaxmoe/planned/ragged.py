@@ -1,4 +1,4 @@
-"""Tasks of the ragged layout: chunks are windows of every bucket of rows; what fits in none follows in further rounds."""
+"""Tasks of the ragged layout: chunks are windows of every bucket of rows; what fits in none follows in more rounds."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RaggedLayout:
         return (total_TD.astype(cotangents[0].dtype),)
 
     def sizes(self, task: Task, reads, consts):
-        """Rows of each local expert from each sender, and for each chunk how many, and how they are sorted by expert."""
+        """Rows of each local expert from each sender; for each chunk how many, and how they are sorted by expert."""
         send, roles = reads[0]["send"], self.spec.roles
         whole_PE = all_gather(all_to_all(send.sizes_E, roles.expert).reshape(-1, self.local), roles.expert_shard)
         chunks = []

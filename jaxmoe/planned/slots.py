@@ -1,4 +1,4 @@
-"""Tasks of the slots layout: chunks are cuts of every expert's slots, so that routing and drops are the uncut layer's."""
+"""Tasks of the slots layout: chunks are cuts of every expert's slots; routing and drops are the uncut layer's."""
 
 from __future__ import annotations
 

@@ -12,14 +12,18 @@ def tokens_of(by_token: dict[str, jax.Array], groups: Groups) -> tuple[Tokens, j
     by_token: "x" [B, S, D], "mask", "index", "segment" [B, S] and, where given, "forced" [B, S, K].
     A token that is not finite goes to no expert and into no statistic, and its output is NaN: it shows, alone.
     """
-    (B, S), pieces = by_token["x"].shape[:2], {}
-    for name, a in by_token.items():
-        pieces[name] = a.reshape(groups.local, groups.sequences, S, -1).swapaxes(1, 2).reshape(B * S, *a.shape[2:])
+    pieces = {name: in_group_order(a, groups) for name, a in by_token.items()}
     finite_T = jnp.isfinite(pieces["x"]).all(-1)
     valid_T = pieces["mask"] & finite_T
     x_TD = jnp.where(valid_T[:, None], pieces["x"], 0)
     tokens = Tokens(x_TD, valid_T, pieces["index"], pieces["segment"], pieces.get("forced"))
     return tokens, pieces["mask"] & ~finite_T
+
+
+def in_group_order(a_BS: jax.Array, groups: Groups) -> jax.Array:
+    """[B, S, ...] as [T, ...]: group by group, by position and then sequence."""
+    B, S = a_BS.shape[:2]
+    return a_BS.reshape(groups.local, groups.sequences, S, -1).swapaxes(1, 2).reshape(B * S, *a_BS.shape[2:])
 
 
 def outputs_of(y_TD: jax.Array, valid_T: jax.Array, bad_T: jax.Array, shape: tuple[int, int], groups: Groups):

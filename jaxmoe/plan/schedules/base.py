@@ -1,26 +1,42 @@
-"""What schedules share: from an order on each stream to a plan, and the choice of degrees by simulation."""
+"""What schedules share: orders of a pass, from an order to a plan, and the choice between candidates by simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..cost import durations
-from ..simulate import issue_order, pin, simulate_pass
-from ..tasks import STREAMS, Degrees, Pass, Plan, Span, Task
+from ..simulate import Slowdown, Timeline, issue_order, pin, simulate_pass
+from ..tasks import STREAMS, Degrees, Pass, Plan, Span, Task, TaskGraph
 
 DEGREES = (1, 2, 4, 8)
+SLICES = (1, 2, 4, 8)
 Key = Callable[[Task], tuple]
+Order = Callable[[Pass, Mapping[str, float]], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Orders:
-    """How a schedule sorts each stream's tasks, forward and backward; ties keep the order of the graph."""
+    """How a schedule orders a pass, given the seconds of its tasks; forward and backward."""
 
-    forward: Key
-    backward: Key
+    forward: Order
+    backward: Order
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a schedule may choose: degrees, orders, and pieces of the dense gradient's reduction."""
+
+    degrees: Degrees
+    orders: Orders
+    slices: int = 1
+
+
+def by(key: Key) -> Order:
+    """The order in which each stream serves its tasks sorted by key; ties keep the order of the graph."""
+    return lambda pass_, seconds: merged(pass_, key)
 
 
 def merged(pass_: Pass, key: Key) -> tuple[str, ...]:
@@ -48,53 +64,74 @@ def merged(pass_: Pass, key: Key) -> tuple[str, ...]:
     return tuple(order)
 
 
-def timed(pass_: Pass, key: Key, cluster: Cluster, tied: bool) -> tuple[tuple[str, ...], tuple[Span, ...], float]:
-    """Issue order, spans and seconds of a pass. tied: False leaves what flies beside what to the compiler."""
-    seconds = durations(pass_, cluster)
-    order = merged(pass_, key)
-    timeline = simulate_pass(pass_, order, seconds)
-    if not tied:
-        return issue_order(timeline), (), timeline.makespan
-    order, spans, timeline = pin(pass_, issue_order(timeline), seconds)
-    return order, spans, timeline.makespan
+@dataclass
+class Trials:
+    """Passes of a block under different choices, each simulated once.
+
+    contention: planned with; None = blind to it, as the papers' schedules are.
+    """
+
+    block: Block
+    cluster: Cluster
+    saved: tuple[str, ...] = SAVED
+    contention: Slowdown | None = None
+    graphs: dict[tuple[Degrees, int], TaskGraph | None] = field(default_factory=dict)
+    halves: dict[tuple, Timeline] = field(default_factory=dict)
+
+    def graph(self, choice: Choice) -> TaskGraph | None:
+        """None if the block cannot be cut so."""
+        key = choice.degrees, choice.slices
+        if key not in self.graphs:
+            try:
+                self.graphs[key] = self.block.graph(choice.degrees, self.saved, choice.slices)
+            except ValueError:
+                self.graphs[key] = None
+        return self.graphs[key]
+
+    def forward(self, choice: Choice) -> Timeline:
+        d = choice.degrees
+        return self._half((d.moe_forward, d.dense_forward), choice, "forward", choice.orders.forward)
+
+    def backward(self, choice: Choice) -> Timeline:
+        d = choice.degrees
+        return self._half((d.moe_backward, d.dense_backward, choice.slices), choice, "backward", choice.orders.backward)
+
+    def seconds(self, choice: Choice) -> float:
+        """Of a segment, forward and backward."""
+        return self.forward(choice).makespan + self.backward(choice).makespan
+
+    def _half(self, cut: tuple, choice: Choice, name: str, order: Order) -> Timeline:
+        key = name, cut, order
+        if key not in self.halves:
+            pass_ = getattr(self.graph(choice), name)
+            seconds = durations(pass_, self.cluster)
+            self.halves[key] = simulate_pass(pass_, order(pass_, seconds), seconds, contention=self.contention)
+        return self.halves[key]
+
+    def fastest(self, choices: Iterable[Choice]) -> Choice:
+        """The first of the fastest. Raises ValueError if the block can be cut like none."""
+        fit = [c for c in choices if self.graph(c) is not None]
+        if not fit:
+            raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
+        return min(fit, key=self.seconds)
+
+    def plan(self, name: str, choice: Choice, tied: bool = True) -> Plan:
+        """tied: False leaves what flies beside what to the compiler. Raises ValueError if the block cannot be cut so."""
+        graph = self.graph(choice) or self.block.graph(choice.degrees, self.saved, choice.slices)
+        forward, forward_spans = self._ordered(graph.forward, self.forward(choice), tied)
+        backward, backward_spans = self._ordered(graph.backward, self.backward(choice), tied)
+        return Plan(name, self.block, choice.degrees, forward, backward, forward_spans, backward_spans, self.saved,
+                    choice.slices).check()
+
+    def _ordered(self, pass_: Pass, timeline: Timeline, tied: bool) -> tuple[tuple[str, ...], tuple[Span, ...]]:
+        order = issue_order(timeline)
+        if not tied:
+            return order, ()
+        return pin(pass_, order, durations(pass_, self.cluster), contention=self.contention)[:2]
 
 
-def build(
-    name: str, block: Block, cluster: Cluster, orders: Orders, degrees: Degrees, *, tied: bool = True,
-    saved: tuple[str, ...] = SAVED, slices: int = 1,
-) -> Plan:
-    """The plan of a schedule at given degrees."""
-    graph = block.graph(degrees, saved, slices)
-    forward, forward_spans, _ = timed(graph.forward, orders.forward, cluster, tied)
-    backward, backward_spans, _ = timed(graph.backward, orders.backward, cluster, tied)
-    return Plan(name, block, degrees, forward, backward, forward_spans, backward_spans, saved, slices).check()
-
-
-def best_degrees(
-    block: Block, cluster: Cluster, orders: Orders, candidates: Iterable[Degrees], *, tied: bool = True,
-    saved: tuple[str, ...] = SAVED, slices: int = 1,
-) -> Degrees:
-    """The fastest degrees in simulation, forward and backward chosen apart where the block can cut them apart."""
-    best: dict[str, tuple[float, Degrees]] = {}
-    seen: dict[tuple, float] = {}
-    for d in candidates:
-        try:
-            graph = block.graph(d, saved, slices)
-        except ValueError:   # the block cannot be cut so
-            continue
-        times = {}
-        for half, pass_, key in (("forward", graph.forward, orders.forward),
-                                 ("backward", graph.backward, orders.backward)):
-            mark = (half, getattr(d, f"moe_{half}"), getattr(d, f"dense_{half}"))
-            if mark not in seen:
-                seen[mark] = timed(pass_, key, cluster, tied)[2]
-            times[half] = seen[mark]
-        total = times["forward"] + times["backward"]
-        if "both" not in best or total < best["both"][0]:
-            best["both"] = (total, d)
-    if not best:
-        raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
-    return best["both"][1]
+def choices(orders: Orders, degrees: Iterable[Degrees], slices: Iterable[int] = (1,)) -> list[Choice]:
+    return [Choice(d, orders, s) for d in degrees for s in slices]
 
 
 def moe_degrees(block: Block) -> list[Degrees]:

@@ -4,17 +4,17 @@
     compute     E0 E1 E2 E3                U      (backward: the same with its own degree; E takes twice as long)
 
 All dispatches come first, then all combines; experts follow chunk by chunk. The degree is the smallest that makes
-communication, or experts, the bound (closed form in `closed_forms.pipemoe_degree`); here it is enumerated by simulation,
-forward and backward apart. Gradients of dense parameters are reduced after everything else. No value changes.
-It wins where experts take about as long as the two All-to-Alls together.
+communication, or experts, the bound (closed form in `closed_forms.pipemoe_degree`); here it is enumerated by
+simulation, forward and backward apart. Gradients of dense parameters are reduced after everything else. No value
+changes. It wins where experts take about as long as the two All-to-Alls together.
 """
 
 from __future__ import annotations
 
-from ..block import Block
+from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..tasks import Degrees, Plan, Task
-from .base import Orders, best_degrees, build, moe_degrees, place
+from .base import Orders, Trials, by, choices, moe_degrees, place
 
 FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "statistics": 3}
 BACKWARD = {"combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2, "dispatch:grad": 2,
@@ -46,10 +46,12 @@ def backward(task: Task) -> tuple:
     return (1, layer, 2 if task.verb in ("pack", "route", "attn_out", "attend", "attn_in") else 0)
 
 
-ORDERS = Orders(forward, backward)
+ORDERS = Orders(by(forward), by(backward))
 
 
-def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, **options) -> Plan:
+def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
+         saved: tuple[str, ...] = SAVED) -> Plan:
     """degrees: None = the fastest in simulation."""
-    degrees = degrees or best_degrees(block, cluster, ORDERS, moe_degrees(block), **options)
-    return build("pipemoe", block, cluster, ORDERS, degrees, **options)
+    trials = Trials(block, cluster, saved)
+    found = choices(ORDERS, [degrees] if degrees else moe_degrees(block), (slices or 1,))
+    return trials.plan("pipemoe", trials.fastest(found))

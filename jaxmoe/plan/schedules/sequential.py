@@ -8,14 +8,16 @@ What others are compared with. It changes no value and forces nothing but the or
 
 from __future__ import annotations
 
-from ..block import Block
+from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..tasks import Degrees, Plan
-from .base import Orders, build
+from .base import Choice, Orders, Trials, by
 
-ORDERS = Orders(lambda task: (), lambda task: (task.verb == "grad_reduce",))
+ORDERS = Orders(by(lambda task: ()), by(lambda task: (task.verb == "grad_reduce",)))
 
 
-def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, **options) -> Plan:
+def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
+         saved: tuple[str, ...] = SAVED) -> Plan:
     """One chunk, unless degrees are given."""
-    return build("sequential", block, cluster, ORDERS, degrees or Degrees(), tied=False, **options)
+    choice = Choice(degrees or Degrees(), ORDERS, slices or 1)
+    return Trials(block, cluster, saved).plan("sequential", choice, tied=False)

@@ -1,0 +1,114 @@
+"""plan, simulate and prove."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .common import FREE, Json, app, overrides, pin_cpu_without_gpu
+
+Config = Annotated[Path, typer.Argument(help="TOML file.")]
+ClusterFile = Annotated[str | None, typer.Option(help="Cluster file, or the name of a shipped one; by default the "
+                                                      "config's schedule.cluster.")]
+Timeline = Annotated[Path | None, typer.Option(help="PNG of the timeline.")]
+Trace = Annotated[Path | None, typer.Option(help="Trace for Perfetto (ui.perfetto.dev), JSON.")]
+
+
+@app.command(context_settings=FREE)
+def plan(
+    context: typer.Context, config: Config, cluster: ClusterFile = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the plan, JSON.")] = None,
+    timeline: Timeline = None, trace: Trace = None, as_json: Json = False,
+) -> None:
+    """Choose and show the plan of CONFIG's train step on a cluster. Times are modelled."""
+    from ..config import load_config
+
+    cfg = load_config(config, overrides(context.args))
+    pin_cpu_without_gpu()
+    from ..planning import compare
+
+    costs = _cluster(cfg, cluster)
+    chosen, others = compare(cfg, costs)
+    if out is not None:
+        out.write_text(chosen.to_json())
+    _show(chosen, costs, others, timeline, trace, as_json)
+
+
+@app.command()
+def simulate(
+    plan: Annotated[Path, typer.Option(help="A plan that `jaxmoe plan --out` wrote.")],
+    cluster: Annotated[str, typer.Option(help="Cluster file, or the name of a shipped one.")],
+    timeline: Timeline = None, trace: Trace = None, as_json: Json = False,
+) -> None:
+    """Simulate a saved plan on a cluster. Times are modelled."""
+    from ..plan.cluster import load_cluster
+    from ..plan.tasks import Plan
+
+    _show(Plan.from_json(_read(plan)), load_cluster(cluster), {}, timeline, trace, as_json)
+
+
+@app.command(context_settings=FREE)
+def prove(
+    context: typer.Context, config: Config, cluster: ClusterFile = None,
+    plan: Annotated[Path | None, typer.Option(help="A saved plan; by default the config's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile CONFIG's train step for a cluster's GPUs, which need not be here, and compare it with its plan.
+
+    Exit status 1 when an overlap that the plan promises is missing.
+    """
+    from ..config import load_config
+
+    cfg = load_config(config, overrides(context.args))
+    pin_cpu_without_gpu()
+    from ..plan.tasks import Plan
+    from ..proof import prove as proven
+
+    report = proven(cfg, _cluster(cfg, cluster), None if plan is None else Plan.from_json(_read(plan)))
+    print(json.dumps(report.to_dict()) if as_json else report.text)
+    if not report.holds:
+        raise typer.Exit(1)
+
+
+def _cluster(cfg: Any, given: str | None) -> Any:
+    from ..plan.cluster import load_cluster
+
+    return load_cluster(given or cfg.schedule.cluster)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as e:
+        raise ValueError(f"plan {str(path)!r} cannot be read: {e.strerror}") from e
+
+
+def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, trace: Path | None,
+          as_json: bool) -> None:
+    from ..plan import draw
+    from ..plan.simulate import simulate as run
+
+    whole, segment = run(plan, cluster), run(plan, cluster, plan.block.segment)
+    if png is not None:
+        draw.save_png(segment, png, f"{plan.schedule} on {cluster.name} (modelled)")
+    if trace is not None:
+        trace.write_text(draw.trace(segment))
+    found = {
+        "schedule": plan.schedule, "degrees": dataclasses.asdict(plan.degrees), "cluster": cluster.name,
+        "predicted_seconds": whole.makespan, "layer_seconds": whole.makespan / plan.block.layers,
+        "bound_seconds": whole.bound_seconds, "exposed_communication_seconds": whole.exposed_seconds,
+        "alternatives": others,
+    }
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(draw.table(segment))
+    print(f"{plan.schedule}, degrees {found['degrees']}: the stack of {plan.block.layers} layers takes "
+          f"{whole.makespan * 1e3:.2f} ms forward and backward (modelled; bound {whole.bound_seconds * 1e3:.2f} ms, "
+          f"exposed communication {whole.exposed_seconds * 1e3:.2f} ms)")
+    for name, seconds in sorted(others.items(), key=lambda item: item[1]):
+        print(f"  {name:14s} {seconds * 1e3:10.2f} ms")
