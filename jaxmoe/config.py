@@ -147,16 +147,17 @@ class ScheduleConfig(Section):
 
     cluster: file or shipped name of the cluster whose costs a plan is made with. degrees: None = the fastest in
     simulation. plan: a file to take the plan from instead. chunk: what chunks are cut along. segment: layers planned
-    together. slices: pieces of the dense gradient's reduction. barriers: False leaves the order of tasks to XLA.
+    together. slices: pieces of the dense gradient's reduction; None = the schedule's choice. barriers: False leaves the
+    order of tasks to XLA.
     """
 
-    kind: Literal["plain", "sequential", "pipemoe"] = "plain"
+    kind: Literal["plain", "sequential", "pipemoe", "fsmoe"] = "plain"
     cluster: str = "8x8-h100"
     degrees: DegreesConfig | None = None
     plan: str | None = None
     chunk: Literal["slots", "batch", "sequence"] = "slots"
     segment: PositiveInt = 1
-    slices: PositiveInt = 1
+    slices: PositiveInt | None = None
     barriers: bool = True
 
 

@@ -72,7 +72,7 @@ def _read(path: str, block: Block) -> Plan:
     except OSError as e:
         raise ValueError(f"schedule.plan {path!r} cannot be read: {e.strerror}") from e
     for name in Block.__dataclass_fields__:
-        if name != "links" and getattr(found.block, name) != getattr(block, name):
+        if name not in ("links", "chunk", "segment") and getattr(found.block, name) != getattr(block, name):
             raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "
                              f"has {getattr(block, name)!r}")
     return found

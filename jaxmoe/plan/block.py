@@ -13,8 +13,10 @@ reduced one segment later ("pending"), so that a schedule can place them anywher
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
@@ -62,7 +64,8 @@ class Block:
     batch, seq: a device's sequences, and positions of each. rows: slots of one expert that a device fills (layout
     "slots"), or rows that it sends to each device with experts ("ragged"). attention: False = MoE layers only, without
     residual sums.
-    layers: of the stack; segment: layers that are planned together, and repeated. axes: mesh axis -> size. links: mesh
+    groups: capacity groups of a device, 0 = one a sequence. by_token: no token is dropped, and none's experts depend on
+    another token. layers: of the stack; segment: layers that are planned together, and repeated. axes: mesh axis -> size. links: mesh
     axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params: of one layer.
     """
 
@@ -75,6 +78,8 @@ class Block:
     rows: int
     layout: Literal["slots", "ragged"] = "slots"
     chunk: Literal["slots", "batch", "sequence"] = "slots"
+    groups: int = 0
+    by_token: bool = True
     gated: bool = True
     shared_experts: int = 0
     attention: bool = False
@@ -95,6 +100,11 @@ class Block:
         for axis, link in self.links:
             if link not in STREAMS[1:]:
                 raise ValueError(f"links.{axis} must be one of {', '.join(STREAMS[1:])}, got {link!r}")
+        if self.chunk == "sequence" and not self.by_token:
+            raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come before "
+                             "second ones of earlier tokens, and need a router by which tokens choose experts: use "
+                             'moe.dispatch.kind="ragged" or a larger moe.dispatch.capacity_factor, and another router '
+                             'than "expert_choice"')
 
     @staticmethod
     def from_tree(tree: Mapping[str, Any]) -> Block:
@@ -136,7 +146,7 @@ class Block:
                 raise ValueError("schedule.degrees: moe_forward and moe_backward must be equal for ragged dispatch, "
                                  f"got {d.moe_forward} and {d.moe_backward}")
             return
-        size, dim = (self.batch, "sequences") if self.chunk == "batch" else (self.seq, "positions")
+        size, dim = (self.groups or self.batch, "capacity groups") if self.chunk == "batch" else (self.seq, "positions")
         if (d.moe_forward, d.dense_forward) != (d.moe_backward, d.dense_backward):
             raise ValueError(f"schedule.degrees: forward and backward must be equal for chunks along the {self.chunk}, "
                              f"got {d}")
@@ -394,21 +404,19 @@ def _recomputed(forward: list[Task], wanted: set[str], is_kept) -> list[Task]:
 def pieces(block: Block, slices: int) -> list[list[Piece]]:
     """Gradients to reduce, cut into `slices` lists of about equal size; stored parameters are not cut."""
     params = [p for p in block.params if block.size((*p.gather, *p.reduce)) > 1]
-    target = sum(p.size for p in params) / slices
-    found: list[list[Piece]] = [[]]
-    filled = 0.0
+    total = sum(p.size for p in params)
+    bounds = [total * s / slices for s in range(1, slices)]
+    found: list[list[Piece]] = [[] for _ in range(slices)]
+    start = 0.0
     for p in params:
-        rows = p.shape[0] if p.shape and not p.gather else 1
-        whole = p.shape[0] if p.shape else 1
-        row_size, lo = p.size / rows, 0
-        while lo < rows:
-            if filled >= target * (1 - 1e-9) and len(found) < slices:
-                found.append([])
-                filled = 0.0
-            room = rows - lo if len(found) == slices else max(1, round((target - filled) / row_size))
-            hi = min(rows, lo + room)
-            found[-1].append(Piece(p, lo, hi) if not p.gather else Piece(p, 0, whole))
-            filled, lo = filled + (hi - lo) * row_size, hi
+        rows = p.shape[0] if p.shape else 1
+        row_size = p.size / rows
+        cuts = {0, rows}
+        if not p.gather:
+            cuts |= {round((b - start) / row_size) for b in bounds if start < b < start + p.size}
+        for lo, hi in pairwise(sorted(cuts)):
+            found[bisect(bounds, start + (lo + hi) / 2 * row_size)].append(Piece(p, lo, hi))
+        start += p.size
     return [f for f in found if f]
 
 

@@ -46,11 +46,15 @@ def _collective_seconds(task: Task, cluster: Cluster) -> float:
 
 
 def _share(task: Task, link: str, cluster: Cluster) -> float:
-    """Share of a device's bytes on this link. A flat All-to-All's go to all other devices alike; others' cross both."""
-    if len(task.streams) == 1 or task.kind != "all_to_all":
+    """Share of a device's bytes on this link.
+
+    A flat All-to-All's go to all other devices alike. Others run in rings, one a GPU of a node, and each ring enters a
+    node once (derived from how NCCL builds rings where every GPU has a network card).
+    """
+    if len(task.streams) == 1:
         return 1.0
     others, mates = cluster.num_devices - 1, cluster.gpus_per_node - 1
-    inside = mates / others if others else 0.0
+    inside = mates / others if task.kind == "all_to_all" and others else mates / cluster.gpus_per_node
     return inside if link == "intra" else 1 - inside
 
 

@@ -329,14 +329,14 @@ class _Streams:
         for c in beside:   # of each stream, one starts with the task, and others when that one has ended
             (after if used & set(c.streams) else together).append(c)
             used |= set(c.streams)
-        *begun, reads = _tied_together([self._inputs(t) for t in (*together, task)])
+        *begun, reads = _tied_together([(t, self._inputs(t)) for t in (*together, task)])
         for c, r in zip(together, begun, strict=True):
             self._finish(c, self.call(c, r), span_of[c.name].last if span_of else None)
         for c in after:
             self._finish(c, self.call(c, self._inputs(c)), span_of[c.name].last if span_of else None)
         outs = self.call(task, reads)
         ended = self.ending.pop(task.name, [])
-        *others, outs = _tied_together([*(o for _, o in ended), outs])
+        *others, outs = _tied_together([*ended, (task, outs)])
         for (c, _), o in zip(ended, others, strict=True):
             self._complete(c, o)
         self._finish(task, outs, last)
@@ -351,7 +351,7 @@ class _Streams:
         reads = tuple(self.env[v] for v in task.reads)
         for stream in task.streams:
             if stream in self.tokens:
-                reads, self.tokens[stream] = _tied(reads, self.tokens[stream])
+                reads, self.tokens[stream] = _tied(task, reads, self.tokens[stream])
         return reads
 
     def _finish(self, task: Task, outs: tuple, last: str | None) -> None:
@@ -365,7 +365,7 @@ class _Streams:
             token = self.tokens.get(stream)
             if token is None:
                 token = _token(outs)
-            outs, self.tokens[stream] = _tied(outs, token)
+            outs, self.tokens[stream] = _tied(task, outs, token)
         _commit(task, outs, self.env)
 
 
@@ -382,17 +382,18 @@ def _commit(task: Task, outs: tuple, env: Env) -> None:
         env[name] = value
 
 
-def _tied(values: tuple, token: jax.Array) -> tuple[tuple, jax.Array]:
+def _tied(task: Task, values: tuple, token: jax.Array) -> tuple[tuple, jax.Array]:
     """values and token, neither there before the other."""
-    *tied, after = _barrier([_pick(values), [(0, token)]])
+    *tied, after = _barrier([_pick(values, task.is_collective), [(0, token)]])
     return _replaced(values, tied[0]), after[0][1]
 
 
-def _tied_together(groups: list[tuple]) -> list[tuple]:
+def _tied_together(groups: list[tuple[Task, tuple]]) -> list[tuple]:
     """A value of each group tied to one of each other."""
     if len(groups) < 2:
-        return groups
-    return [_replaced(g, tied) for g, tied in zip(groups, _barrier([_pick(g) for g in groups]), strict=True)]
+        return [values for _, values in groups]
+    picks = _barrier([_pick(values, task.is_collective) for task, values in groups])
+    return [_replaced(values, tied) for (_, values), tied in zip(groups, picks, strict=True)]
 
 
 def _barrier(picks: list[list[tuple[int, jax.Array]]]) -> list[list[tuple[int, jax.Array]]]:
@@ -408,10 +409,11 @@ def _barrier(picks: list[list[tuple[int, jax.Array]]]) -> list[list[tuple[int, j
             for pick in picks]
 
 
-def _pick(values: tuple) -> list[tuple[int, jax.Array]]:
-    """Arrays of the first value that varies most over the mesh, with their places among all arrays.
+def _pick(values: tuple, every: bool = False) -> list[tuple[int, jax.Array]]:
+    """Arrays of the first value that varies most over the mesh, or of every such, with their places among all arrays.
 
-    Only these are tied: a barrier makes new arrays of all that it ties, weights included.
+    Of a compute task one is enough, and a barrier makes new arrays of all that it ties, weights included. A collective
+    may be several in the compiled program, one a value, each of which would fly where it likes.
     """
     best: list[tuple[int, jax.Array]] = []
     rank, at = (False, -1), 0
@@ -425,6 +427,8 @@ def _pick(values: tuple) -> list[tuple[int, jax.Array]]:
             new = (bool(floats), min(len(varying_axes(a)) for _, a in found))
             if new > rank:
                 best, rank = found, new
+            elif every and new == rank:
+                best = best + found
     return best
 
 

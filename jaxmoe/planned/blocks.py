@@ -44,8 +44,9 @@ def moe_block(
     named_roles = tuple((r, getattr(roles, r)) for r in ("data", "expert", "expert_shard", "model", "fsdp"))
     block = Block(
         batch=B, seq=S, d_model=spec.d_model, d_ff=spec.d_ff, num_experts=spec.num_experts,
-        k=max(1, round(spec.router.pairs_per_token(spec.num_experts))), rows=_rows(spec, batch, sequence, B * S, chunk),
+        k=max(1, round(spec.router.pairs_per_token(spec.num_experts))), rows=_rows(spec, batch, sequence, B * S),
         layout="slots" if isinstance(spec.dispatch, Slots) else "ragged", chunk=chunk,  # type: ignore[arg-type]
+        groups=spec.groups(batch, sequence).local, by_token=_by_token(spec, batch, sequence),
         gated=spec.activation == "swiglu", shared_experts=shared_experts,
         bytes_per_value=jnp.dtype(spec.dtype).itemsize, axes=axes, links=links_of((a for a, _ in axes), links),
         roles=named_roles,
@@ -59,17 +60,20 @@ def attention_block(block: Block, layers: int, segment: int, heads: int, kv_head
                    head_dim=head_dim)
 
 
-def _rows(spec: Spec, batch: int, sequence: int, tokens: int, chunk: str) -> int:
+def _rows(spec: Spec, batch: int, sequence: int, tokens: int) -> int:
     groups = spec.groups(batch, sequence)
     if not isinstance(spec.dispatch, Slots):
         devices = axes_size(spec.mesh, spec.roles.expert)
         return spec.dispatch.bucket_rows(tokens, spec.router, spec.num_experts, devices)
     capacity = spec.dispatch.capacity(spec.router, groups.tokens, spec.num_experts)
-    if chunk == "sequence" and capacity < spec.router.most_per_expert(groups.tokens, spec.num_experts):
-        raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come before "
-                         f'second ones of earlier tokens: use moe.dispatch.kind="ragged", or a capacity_factor that '
-                         f"gives {groups.tokens} slots; got {capacity}")
     return groups.local * min(capacity, tokens // groups.local)
+
+
+def _by_token(spec: Spec, batch: int, sequence: int) -> bool:
+    tokens = spec.groups(batch, sequence).tokens
+    most = spec.router.most_per_expert(tokens, spec.num_experts)
+    kept = spec.dispatch.capacity(spec.router, tokens, spec.num_experts) if isinstance(spec.dispatch, Slots) else most
+    return most == tokens and kept >= most
 
 
 def _moe_shapes(spec: Spec, shared: int) -> dict[str, Any]:

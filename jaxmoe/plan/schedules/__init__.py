@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from ..tasks import Plan
-from . import pipemoe, sequential
+from . import fsmoe, pipemoe, sequential
 
 SCHEDULES: dict[str, Callable[..., Plan]] = {
     "sequential": sequential.plan,
     "pipemoe": pipemoe.plan,
+    "fsmoe": fsmoe.plan,
 }

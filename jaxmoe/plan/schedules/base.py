@@ -109,7 +109,10 @@ class Trials:
         return self.halves[key]
 
     def fastest(self, choices: Iterable[Choice]) -> Choice:
-        """The first of the fastest. Raises ValueError if the block can be cut like none."""
+        """The first of the fastest. Raises ValueError if the block can be cut like none of several."""
+        choices = tuple(choices)
+        if len(choices) == 1:
+            return choices[0]
         fit = [c for c in choices if self.graph(c) is not None]
         if not fit:
             raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
