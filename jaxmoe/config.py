@@ -151,7 +151,7 @@ class ScheduleConfig(Section):
     order of tasks to XLA.
     """
 
-    kind: Literal["plain", "sequential", "pipemoe", "fsmoe"] = "plain"
+    kind: Literal["plain", "sequential", "pipemoe", "fsmoe", "mast", "sp-moe"] = "plain"
     cluster: str = "8x8-h100"
     degrees: DegreesConfig | None = None
     plan: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,11 +12,14 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .experts import ExpertWeights
+from .layer import apply
 from .mesh import roles_of
 from .plan.cluster import Cluster, load_cluster
 from .plan.prove import Report, compile_options, judge, read, target_devices
 from .plan.tasks import Plan
 from .planning import plan as make_plan
+from .spec import Spec
 
 
 def prove(cfg: Any, cluster: Cluster | str, plan: Plan | None = None) -> Report:
@@ -33,6 +37,32 @@ def prove(cfg: Any, cluster: Cluster | str, plan: Plan | None = None) -> Report:
     return judge(plan, read(compiled.as_text()), cluster, peak_bytes(compiled))
 
 
+def prove_layer(spec: Spec, batch: int, sequence: int, cluster: Cluster | str, plan: Plan) -> Report:
+    """As `prove`, for the value and gradient of one MoE layer on a global batch [batch, sequence].
+
+    spec: with a mesh of axes and sizes only; its product must be the cluster's devices.
+    """
+    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    assert spec.mesh is not None
+    mesh = _mesh_of(dict(spec.mesh.shape), cluster)
+    spec = replace(spec, mesh=mesh)
+    e, roles = spec.expert_specs, spec.roles
+    shape = lambda s, p=P(), d=jnp.float32: jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p))  # noqa: E731
+    D, F, E = spec.d_model, spec.d_ff, spec.num_experts
+    gate = None if e.gate_EDF is None else shape((E, D, F), e.gate_EDF)
+    weights = ExpertWeights(shape((E, D, F), e.up_EDF), shape((E, F, D), e.down_EFD), gate)
+    router = {n: shape(w.shape) for n, w in spec.router.weights(D, E).items()}
+    x_BSD = shape((batch, sequence, D), P(roles.batch_axes, roles.sequence_axes), spec.dtype)
+
+    def loss(router, weights, x_BSD):
+        y_BSD, aux = apply(spec, router, weights, x_BSD, schedule=plan)
+        return (y_BSD.astype(jnp.float32) ** 2).sum() + sum(aux.losses.values())
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(router, weights, x_BSD)
+    compiled = lowered.compile(compiler_options=compile_options(plan))
+    return judge(plan, read(compiled.as_text()), cluster, peak_bytes(compiled))
+
+
 def peak_bytes(compiled: Any) -> int:
     """Arguments, outputs that are not arguments, and temporaries of a compiled program on one device."""
     m = compiled.memory_analysis()
@@ -42,11 +72,13 @@ def peak_bytes(compiled: Any) -> int:
 def target_mesh(cfg: Any, cluster: Cluster) -> Mesh:
     """The config's mesh of the cluster's devices."""
     sizes = dict(cfg.mesh.axes)
-    devices = cluster.num_devices
     known = math.prod(s for s in sizes.values() if s != -1)
-    sizes = {a: devices // known if s == -1 else s for a, s in sizes.items()}
-    if math.prod(sizes.values()) != devices:
-        raise ValueError(f"mesh.axes: the product of {sizes} must be the {devices} devices of cluster "
+    return _mesh_of({a: cluster.num_devices // known if s == -1 else s for a, s in sizes.items()}, cluster)
+
+
+def _mesh_of(sizes: dict[str, int], cluster: Cluster) -> Mesh:
+    if math.prod(sizes.values()) != cluster.num_devices:
+        raise ValueError(f"mesh.axes: the product of {sizes} must be the {cluster.num_devices} devices of cluster "
                          f"{cluster.name!r}, got {math.prod(sizes.values())}")
     return Mesh(np.array(target_devices(cluster)).reshape(tuple(sizes.values())), tuple(sizes),
                 axis_types=(AxisType.Auto,) * len(sizes))

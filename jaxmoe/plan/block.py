@@ -134,8 +134,11 @@ class Block:
         self._check(degrees)
         forward = _Builder(self, degrees.moe_forward, degrees.dense_forward).segment()
         again = _Builder(self, degrees.moe_backward, degrees.dense_backward).segment()
-        backward = _backward(self, again, frozenset(saved), slices)
-        return TaskGraph(Pass(tuple(forward)), Pass(tuple(backward)), Pass(tuple(again)))
+        backward = _backward(self, again, frozenset(saved))
+        tail = _reductions(self, slices)
+        if self.layers > self.segment:
+            backward += tail
+        return TaskGraph(Pass(tuple(forward)), Pass(tuple(backward)), Pass(tuple(again)), Pass(tuple(tail)))
 
     def _check(self, d: Degrees) -> None:
         if self.chunk == "slots":
@@ -360,8 +363,8 @@ PULLS: dict[str, tuple[Pull, ...]] = {
 }
 
 
-def _backward(block: Block, forward: list[Task], saved: frozenset[str], slices: int) -> list[Task]:
-    """Pulls in reverse order, recomputation of what they need where it is not saved, and pending reductions."""
+def _backward(block: Block, forward: list[Task], saved: frozenset[str]) -> list[Task]:
+    """Recomputation of what pulls need where it is not saved, and pulls in reverse order."""
     params = {p.name for p in block.params}
     is_param = lambda v: v.partition("@")[0] in params  # noqa: E731
     select = lambda reads, what: tuple(  # noqa: E731
@@ -380,7 +383,7 @@ def _backward(block: Block, forward: list[Task], saved: frozenset[str], slices: 
                 streams=("compute",) if pull.kind == "memory" else task.streams, direction=pull.direction,
                 of=task.name))
     again = _recomputed(forward, wanted, lambda v: family(v) in saved and not is_param(v))
-    return [*again, *pulls, *_reductions(block, slices)]
+    return [*again, *pulls]
 
 
 def _matches(value: str, param: bool, what: tuple[str, ...]) -> bool:

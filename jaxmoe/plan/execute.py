@@ -131,9 +131,6 @@ class _Program:
         self.recut = plan.degrees.moe_forward != plan.degrees.moe_backward
         self.slices = pieces(self.block, plan.slices)
         self.reduced = dict.fromkeys(p.param.name for parts in self.slices for p in parts)
-        # Of the segment above: not there when a stack of one segment, or the top one, runs.
-        reductions = tuple(t for t in self.graph.backward.tasks if t.verb == "grad_reduce")
-        self.reductions = Pass(reductions)
 
     def forward(self, x_BSD, params, consts, layered):
         """x_BSD, (aux of each layer, saved values)."""
@@ -168,7 +165,7 @@ class _Program:
         """The gradients of the last segment, beside which nothing is left to run."""
         env = {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
         with jax.named_scope(TAIL):
-            for task in self.reductions.tasks:
+            for task in self.graph.tail.tasks:
                 reads = tuple(env[v] for v in task.reads)
                 env |= dict(zip(task.writes, self.verbs[task.verb].run(task, reads, consts), strict=True))
         return self._whole(env)

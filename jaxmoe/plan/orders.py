@@ -1,13 +1,54 @@
-"""Orders of a pass found by search: list scheduling by longest path, then descent by moving single tasks (ours)."""
+"""Orders of a pass: from an order of compute alone, and found by search.
+
+Search is list scheduling by longest path, then descent by moving single tasks (ours).
+"""
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .simulate import Prepared, issue_order
-from .tasks import STREAMS, Pass
+from .tasks import STREAMS, Pass, Task
+
+
+def behind(attention: Sequence[list[str]], experts: Sequence[list[str]], lag: int) -> list[str]:
+    """Tasks of attention's chunks, and of the experts' chunks each `lag` attention chunks behind the last of its own.
+
+    Chunks cut the same tokens in the same direction; what is left of the experts comes last.
+    """
+    order, placed = [], 0
+    for i, chunk in enumerate(attention):
+        order += chunk
+        while placed < len(experts) and -(-(placed + 1) * len(attention) // len(experts)) + lag <= i + 1:
+            order += experts[placed]
+            placed += 1
+    return order + [name for chunk in experts[placed:] for name in chunk]
+
+
+def fed(pass_: Pass, rows: Iterable[str], eager: Callable[[Task], bool]) -> tuple[str, ...]:
+    """An order with these tasks as given, each behind what it waits for, and eager ones as soon as they can start."""
+    readers: dict[str, list[str]] = {}
+    for name, earlier in pass_.after.items():
+        for a in earlier:
+            readers.setdefault(a, []).append(name)
+    order: dict[str, None] = {}
+
+    def issue(name: str) -> None:
+        for earlier in pass_.after[name]:
+            if earlier not in order:
+                issue(earlier)
+        if name in order:   # it was eager
+            return
+        order[name] = None
+        for later in readers.get(name, ()):
+            if later not in order and eager(pass_.by_name[later]) and all(a in order for a in pass_.after[later]):
+                issue(later)
+
+    for name in (*rows, *pass_.by_name):
+        issue(name)
+    return tuple(order)
 
 
 def list_order(pass_: Pass, durations: Mapping[str, float]) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ COLLECTIVE = re.compile(r"^(all-to-all|all-gather|reduce-scatter|all-reduce|coll
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
 SCOPE = re.compile(r"task_[\w.]+")
-PRODUCT = re.compile(r"gemm|cublas|dot|matmul|cudnn|triton_kernel|mosaic")
+PRODUCT_NAME = re.compile(r"gemm|cublas|matmul|cudnn")
+PRODUCT_CALL = re.compile(r'(?:"kind"|custom_call_target)[:=]"__?\w*(?:gemm|cublas|cudnn|triton_kernel|mosaic)')
 COMBINE_BYTES = 1
 NOT_WORK = {"get-tuple-element", "bitcast", "parameter", "constant", "tuple", "after-all", "iota", "partition-id"}
 
@@ -70,7 +71,9 @@ class Instruction:
 
     @property
     def is_product(self) -> bool:
-        return self.op in ("fusion", "custom-call", "dot") and bool(PRODUCT.search(self.name + self.text[:2000]))
+        """A matrix product, as XLA names its own and library calls."""
+        return self.op == "dot" or self.op in ("fusion", "custom-call") and bool(
+            PRODUCT_NAME.search(self.name) or PRODUCT_CALL.search(self.text))
 
 
 @dataclass(frozen=True)

@@ -272,18 +272,29 @@ def simulate_pass(pass_: Pass, order: Sequence[str], durations: Mapping[str, flo
 def simulate(plan: Plan, cluster: Cluster, layers: int = 0, contention: bool = True) -> Timeline:
     """Timeline of a training step's blocks: forward of all segments, then backward of all; nothing flies over a border.
 
-    layers: of the stack; 0 for those of the plan's block. contention: False leaves out the cluster's.
+    A segment's gradients are reduced in the backward pass of the one before it, and the first one's after everything.
+    layers: of the stack; 0 for those of the plan's block, others for an excerpt from the middle of it. contention:
+    False leaves out the cluster's.
     """
-    layers = layers or plan.block.layers
-    times, rest = divmod(layers, plan.block.segment)
+    times, rest = divmod(layers or plan.block.layers, plan.block.segment)
     if times < 1 or rest:
         raise ValueError(f"layers must be a multiple of the plan's segment of {plan.block.segment}, got {layers}")
-    slow = slowdown(cluster) if contention else None
-    graph, efficiency = plan.graph, cluster.overlap.efficiency
-    halves = [simulate_pass(pass_, order, cost_durations(pass_, cluster), spans, slow, efficiency)
-              for pass_, order, spans in ((graph.forward, plan.forward, plan.forward_spans),
-                                          (graph.backward, plan.backward, plan.backward_spans))]
-    return join([half for half in halves for _ in range(times)])
+    slow, efficiency = slowdown(cluster) if contention else None, cluster.overlap.efficiency
+    graph = plan.graph
+
+    def run(pass_: Pass, order: Sequence[str], spans: Iterable[Span] = ()) -> Timeline:
+        return simulate_pass(pass_, order, cost_durations(pass_, cluster), spans, slow, efficiency)
+
+    forward = run(graph.forward, plan.forward, plan.forward_spans)
+    backward = run(graph.backward, plan.backward, plan.backward_spans)
+    if layers and layers != plan.block.layers:
+        return join([forward] * times + [backward] * times)
+    own = [t for t in graph.backward.tasks if t.verb != "grad_reduce"]
+    names = {t.name for t in own}
+    last = run(Pass(tuple(own)), [n for n in plan.backward if n in names],
+               [s for s in plan.backward_spans if s.task in names])
+    tail = [run(graph.tail, tuple(graph.tail.by_name))] if graph.tail.tasks else []
+    return join([forward] * times + [last] + [backward] * (times - 1) + tail)
 
 
 def join(parts: Sequence[Timeline]) -> Timeline:

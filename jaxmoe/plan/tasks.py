@@ -118,11 +118,13 @@ class Pass:
 @dataclass(frozen=True)
 class TaskGraph:
     """What a segment of the stack must do. again: the forward pass at the backward pass's degrees, whose tasks the
-    backward ones pull or run again."""
+    backward ones pull or run again. tail: reductions of the last segment's gradients, after everything else; of other
+    segments', they are part of the next one's backward pass."""
 
     forward: Pass
     backward: Pass
     again: Pass
+    tail: Pass
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from ..mesh import axes_size
 from ..plan.block import Block
 from ..plan.execute import stack
 from ..plan.tasks import Plan
@@ -77,7 +78,22 @@ def planned_stack(
                 dict.fromkeys(tokens, by_token), dict.fromkeys(sequences, by_sequence),
                 jax.tree.map(lambda _: P(), layered))
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(by_token, P()), check_vma=True)
-    return mapped(x_BSD, params, tokens, sequences, layered)
+    chunks = plan.degrees.dense_forward if plan.block.chunk == "sequence" else 1
+    shards = axes_size(mesh, roles.sequence_axes)
+    x_BSD, tokens = jax.tree.map(lambda a: dealt(a, chunks, shards), (x_BSD, tokens))
+    y_BSD, aux = mapped(x_BSD, params, tokens, sequences, layered)
+    return dealt(y_BSD, shards, chunks), aux
+
+
+def dealt(a_BS: jax.Array, chunks: int, shards: int) -> jax.Array:
+    """Positions [B, S, ...] in the order in which each of equal shards holds its part of each of equal chunks.
+
+    A sequence that is split over devices can then be gathered chunk by chunk. `dealt(a, shards, chunks)` undoes it.
+    """
+    if chunks == 1 or shards == 1:
+        return a_BS
+    B, S, *rest = a_BS.shape
+    return a_BS.reshape(B, chunks, shards, -1, *rest).swapaxes(1, 2).reshape(B, S, *rest)
 
 
 __all__ = ["AttentionVerbs", "decoder_block", "planned_stack", "stack_parameters"]

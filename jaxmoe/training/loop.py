@@ -23,7 +23,7 @@ from jaxmoe.mesh import axes_size, batch_sharding, make_mesh, roles_of
 from jaxmoe.training import data as data_lib
 from jaxmoe.training.checkpoint import Checkpoints, has_checkpoints, write_config
 from jaxmoe.training.generate import sample
-from jaxmoe.training.step import eval_step, init_state, train_step
+from jaxmoe.training.step import compiled_step, eval_step, init_state
 
 # Tensor classes that must be finite, in the order in which a fault spreads.
 WATCHED = ("loss", "router losses", "gradients", "parameters")
@@ -274,19 +274,15 @@ class Run:
     rate: Throughput
     step: int
     data_state: Any
+    train_step: Any
     pending: Pending | None = None
     last: dict[str, float] = field(default_factory=dict)
     eval_loss: float | None = None
 
     def advance(self) -> None:
         """Dispatch one step, then read the results of the one before it."""
-        options, moe = self.cfg.train, self.cfg.moe
-        tokens = self.place(next(self.batches)["tokens"])
-        metrics = train_step(
-            self.model, self.optimizer, tokens, load_balance_coef=moe.load_balance_coef,
-            router_z_coef=moe.router_z_coef, importance_coef=moe.importance_coef, accumulate=options.accumulate,
-            seed=options.seed,
-        )
+        options = self.cfg.train
+        metrics = self.train_step(self.place(next(self.batches)["tokens"]))
         self.step += 1
         self.data_state = self.batches.get_state()
         is_eval = _is_due(self.step, options.eval_every, options.steps)
@@ -357,7 +353,8 @@ def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, window
         display.say(f"resumed at step {step} of {options.steps}")
     last = {"loss": previous[-1]["loss"] if previous else math.nan}
     return Run(cfg, model, optimizer, batches, heldout, place, checkpoints, log, display,
-               Throughput(options.batch * cfg.model.seq), step, data_state, last=last,
+               Throughput(options.batch * cfg.model.seq), step, data_state,
+               compiled_step(cfg, model, optimizer), last=last,
                eval_loss=previous[-1]["eval_loss"] if previous else None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxmoe.plan.prove import compile_options
 from jaxmoe.planning import plan
 
 Batch = dict[str, jax.Array]
@@ -236,6 +238,23 @@ def _train_step(
     after = nnx.state((model, optimizer))
     nnx.update((model, optimizer), jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before))
     return metrics
+
+
+def compiled_step(cfg: Any, model: Any, optimizer: nnx.Optimizer) -> Callable[..., dict[str, jax.Array]]:
+    """f(batch) -> metrics: one optimizer step of cfg, in place. The old arrays' memory is used for the new ones.
+
+    On GPUs, XLA gets the options that the model's plan needs, the same that `prove` compiles with.
+    """
+    graph, _ = nnx.split((model, optimizer))
+    options = compile_options(model.plan) if jax.default_backend() == "gpu" else None
+    step = jax.jit(step_function(cfg, graph), donate_argnums=0, compiler_options=options)
+
+    def advance(batch: Batch | jax.Array) -> dict[str, jax.Array]:
+        state, metrics = step(nnx.state((model, optimizer)), batch)
+        nnx.update((model, optimizer), state)
+        return metrics
+
+    return advance
 
 
 train_step = partial(nnx.jit, static_argnames=(

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 from ..tasks import Plan
-from . import fsmoe, pipemoe, sequential
+from . import fsmoe, mast, pipemoe, sequential, sp_moe
 
 SCHEDULES: dict[str, Callable[..., Plan]] = {
     "sequential": sequential.plan,
     "pipemoe": pipemoe.plan,
     "fsmoe": fsmoe.plan,
+    "mast": mast.plan,
+    "sp-moe": sp_moe.plan,
 }

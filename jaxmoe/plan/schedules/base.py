@@ -118,6 +118,13 @@ class Trials:
             raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
         return min(fit, key=self.seconds)
 
+    def search(self, orders: Iterable[Orders], degrees: Iterable[Degrees], slices: Iterable[int] = (1,)) -> Choice:
+        """The fastest orders and degrees at the first number of slices; then, at these degrees, orders and slices."""
+        orders, slices = tuple(orders), tuple(slices)
+        degrees = tuple(degrees)
+        best = self.fastest([Choice(d, o, slices[0]) for o in orders for d in degrees])
+        return self.fastest([best, *(Choice(best.degrees, o, n) for o in orders for n in slices[1:])])
+
     def plan(self, name: str, choice: Choice, tied: bool = True) -> Plan:
         """tied: False leaves what flies beside what to the compiler. Raises ValueError if the block cannot be cut so."""
         graph = self.graph(choice) or self.block.graph(choice.degrees, self.saved, choice.slices)
@@ -133,10 +140,6 @@ class Trials:
         return pin(pass_, order, durations(pass_, self.cluster), contention=self.contention)[:2]
 
 
-def choices(orders: Orders, degrees: Iterable[Degrees], slices: Iterable[int] = (1,)) -> list[Choice]:
-    return [Choice(d, orders, s) for d in degrees for s in slices]
-
-
 def moe_degrees(block: Block) -> list[Degrees]:
     """Degrees of MoE parts to try: forward and backward apart, where the layout allows it."""
     if block.chunk != "slots":
@@ -144,6 +147,13 @@ def moe_degrees(block: Block) -> list[Degrees]:
     if block.layout == "ragged":
         return [Degrees(r, r) for r in DEGREES]
     return [Degrees(f, b) for f in DEGREES for b in DEGREES]
+
+
+def all_degrees(block: Block) -> list[Degrees]:
+    """Degrees of MoE and of other parts to try, each apart where the chunks allow it."""
+    if block.chunk == "slots":
+        return moe_degrees(block)
+    return [Degrees(moe, moe, dense, dense) for moe in DEGREES for dense in DEGREES]
 
 
 def place(task: Task, ranks: dict[str, int], default: int = 0) -> int:

@@ -23,24 +23,22 @@ from ..closed_forms import fsmoe_slack_seconds, partition_gradients, place_rest
 from ..cluster import Cluster
 from ..tasks import Degrees, Pass, Plan, Task
 from . import pipemoe
-from .base import SLICES, Orders, Trials, by, choices, merged, moe_degrees
+from .base import SLICES, Key, Orders, Trials, by, merged, moe_degrees
 
-Place = tuple[int, float]   # layers done before, and rank among the layer's collectives
+Place = tuple[int, float]   # minus the layer, and rank among its collectives
 IN_MOE, BESIDE_DENSE = 1.5, 2.5
 DENSE = ("pack", "route", "attn_out", "attend", "attn_in")
 
 
 def backward(pass_: Pass, seconds: Mapping[str, float]) -> tuple[str, ...]:
     """PipeMoE's order on each of three streams, with slices in their places."""
+    return placed(pass_, seconds, pipemoe.backward)
+
+
+def placed(pass_: Pass, seconds: Mapping[str, float], key: Key) -> tuple[str, ...]:
+    """Tasks sorted by key, slices where links are idle. key: (1, -layer, rank, ...) for tasks of a layer."""
     places = slice_places(pass_, seconds)
-
-    def key(task: Task) -> tuple:
-        if task.name in places:
-            layer, rank = places[task.name]
-            return (1, layer, rank)
-        return pipemoe.backward(task)
-
-    return merged(pass_, key)
+    return merged(pass_, lambda task: (1, *places[task.name]) if task.name in places else key(task))
 
 
 def slice_places(pass_: Pass, seconds: Mapping[str, float]) -> dict[str, Place]:
@@ -89,5 +87,5 @@ def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices:
          saved: tuple[str, ...] = SAVED) -> Plan:
     """degrees, slices: None = the fastest in simulation."""
     trials = Trials(block, cluster, saved)
-    found = choices(ORDERS, [degrees] if degrees else moe_degrees(block), [slices] if slices else SLICES)
-    return trials.plan("fsmoe", trials.fastest(found))
+    best = trials.search([ORDERS], [degrees] if degrees else moe_degrees(block), [slices] if slices else SLICES)
+    return trials.plan("fsmoe", best)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..tasks import Degrees, Plan, Task
-from .base import Orders, Trials, by, choices, moe_degrees, place
+from .base import Orders, Trials, by, moe_degrees, place
 
 FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "statistics": 3}
 BACKWARD = {"combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2, "dispatch:grad": 2,
@@ -24,7 +24,8 @@ EXPERTS = {"experts_down:dx": 0, "experts_up:dx": 1, "experts_down:dw": 2, "expe
 
 
 # All parts of the tokens are routed before the first one's experts, so that their dispatches follow one another.
-COMPUTE = {"shared_up": 1, "shared_down": 1, "experts_up": 2, "experts_down": 2, "unpack": 3, "tally": 3, "losses": 4}
+COMPUTE = {"shared_up": 1, "shared_down": 1, "experts_up": 2, "experts_down": 2, "unpack": 3, "tally": 3,
+           "statistics": 4, "losses": 5}
 
 
 def forward(task: Task) -> tuple:
@@ -53,5 +54,5 @@ def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices:
          saved: tuple[str, ...] = SAVED) -> Plan:
     """degrees: None = the fastest in simulation."""
     trials = Trials(block, cluster, saved)
-    found = choices(ORDERS, [degrees] if degrees else moe_degrees(block), (slices or 1,))
-    return trials.plan("pipemoe", trials.fastest(found))
+    best = trials.search([ORDERS], [degrees] if degrees else moe_degrees(block), [slices or 1])
+    return trials.plan("pipemoe", best)

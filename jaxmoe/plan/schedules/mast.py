@@ -1,0 +1,55 @@
+"""Mast: attention and MoE tasks of a segment in one order, found by search. (abstract; graph and search are ours)
+
+    inter    D0 D1    D2 D3    C0 C1    C2 C3
+    compute  A0 A1 E0 E1 A2 A3 E2 E3 U0 U1 ...        (one possible order; W are weight gradients, free to move)
+    backward    C1 C0 [G]  ...   U  dE1 W1 dE0 W1 W0 dA W
+
+A job shop on compute and two links. Attention is cut along the batch where chunks are (`chunk="batch"`), so that it
+waits for its own chunk only. Weight-gradient products feed nothing but reductions one segment later: they fill what is
+idle. Orders tried: PipeMoE's loops, FSMoE's with its slices of gradients, the same with weight gradients last, and
+list scheduling by longest path; the best is improved by moving single tasks. Degrees and slices by simulation. Order
+and spans are forced; no value changes. The gap to the bound is in the plan's timeline (`Timeline.bound_seconds`).
+It wins where attention or weight gradients are long enough to hide what MoE alone cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..block import SAVED, Block
+from ..cluster import Cluster
+from ..orders import descend, list_order
+from ..tasks import Degrees, Pass, Plan, Task
+from . import fsmoe, pipemoe
+from .base import SLICES, Order, Orders, Trials, all_degrees, by
+
+
+def weights_last(pass_: Pass, seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """FSMoE's order with a layer's weight gradients behind all its other tasks."""
+    return fsmoe.placed(pass_, seconds, _weights_last)
+
+
+def _weights_last(task: Task) -> tuple:
+    if task.direction == "weight_grad":
+        return (1, -task.layer, 3)
+    return pipemoe.backward(task)
+
+
+def improved(order: Order) -> Order:
+    """An order after exchange descent."""
+    return lambda pass_, seconds: descend(pass_, order(pass_, seconds), seconds)
+
+
+FORWARD: tuple[Order, ...] = (by(pipemoe.forward), list_order)
+BACKWARD: tuple[Order, ...] = (by(pipemoe.backward), fsmoe.backward, weights_last, list_order)
+ORDERS = tuple(Orders(f, b) for f in FORWARD for b in BACKWARD)
+
+
+def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
+         saved: tuple[str, ...] = SAVED) -> Plan:
+    """degrees, slices: None = the fastest in simulation."""
+    trials = Trials(block, cluster, saved)
+    best = trials.search(ORDERS, [degrees] if degrees else all_degrees(block), [slices] if slices else SLICES)
+    orders = Orders(improved(best.orders.forward), improved(best.orders.backward))
+    return trials.plan("mast", replace(best, orders=orders))
