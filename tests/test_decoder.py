@@ -31,8 +31,8 @@ def config(axes=None, parallel=None, train=None, moe=None, **model):
     return from_dict({
         "mesh": {"axes": axes or {"a": 1}}, "parallel": parallel or {}, "train": train or {},
         "moe": {"d_ff": 16, "num_experts": 8, "dispatch": RAGGED, **(moe or {})},
-        "model": {"layers": 4 if model.get("scan") else 2, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 16, "vocab": 32,
-                  "seq": 16, "moe_every": 2, **model},
+        "model": {"layers": 4 if model.get("scan") else 2, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 16,
+                  "vocab": 32, "seq": 16, "moe_every": 2, **model},
     })
 
 

@@ -70,11 +70,15 @@ def costs(product, groups):
 
 
 def test_case_32_cost_does_not_grow_with_the_number_of_groups():
-    """The compiled loops are the same for 8 and 64 groups, where the reference pays for every group and row."""
+    """The compiled loops are the same for 8 and 64 groups, where the reference pays for every group and row.
+
+    Memory may grow by two copies of the weights that are more (transposed, and their gradient), not with the rows.
+    """
     (flops, temporary), (more_flops, more_temporary) = costs(grouped_matmul, 8), costs(grouped_matmul, 64)
-    assert more_flops < 1.2 * flops and more_temporary < 1.2 * temporary
-    (dense, _), (more_dense, _) = costs(reference, 8), costs(reference, 64)
-    assert more_dense > 4 * dense
+    more_weights = (64 - 8) * D * F * 4
+    assert more_flops < 1.2 * flops and more_temporary - temporary <= 2 * more_weights
+    (dense, room), (more_dense, more_room) = costs(reference, 8), costs(reference, 64)
+    assert more_dense > 4 * dense and more_room - room > 20 * more_weights
 
 
 def test_shapes_must_agree():

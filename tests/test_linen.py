@@ -21,7 +21,8 @@ def test_linen_equals_nnx_on_a_mesh():
     params = nn.unbox(layer.init(jax.random.key(1), x))["params"]
     other = jaxmoe.MoE(16, 32, 8, mesh=mesh, roles=roles, rngs=nnx.Rngs(0))
     for name, value in params.items():
-        getattr(other, name)[...] = jax.device_put(value, getattr(other, name)[...].sharding)
+        target = other.router[name.removeprefix("router_")] if name.startswith("router_") else getattr(other, name)
+        target[...] = jax.device_put(value, target[...].sharding)
     alone = jaxmoe.linen.MoE(16, 32, 8)
     got, want = jax.jit(layer.apply)({"params": params}, x)[0], nnx.jit(lambda m, x: m(x))(other, x)[0]
     np.testing.assert_array_equal(got, want)
