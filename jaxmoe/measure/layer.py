@@ -64,18 +64,6 @@ def bench_layer(shape: Shape, routings: dict[str, float] = ROUTINGS, repeats: in
     return rows
 
 
-def as_text(rows: list[dict[str, Any]]) -> str:
-    """The rows of `bench_layer` as a table; ratio: seconds over the bound's."""
-    lines = [f"{'dispatch':9s}{'routing':9s}{'rows':>7s}{'forward':>11s}{'tokens/s':>10s}{'both':>11s}{'tokens/s':>10s}"
-             f"{'bound':>11s}{'ratio':>7s}{'spread':>8s}"]
-    lines += [
-        f"{r['dispatch']:9s}{r['routing']:9s}{r['rows']:7d}{r['forward_seconds']:9.4f} s"
-        f"{r['forward_tokens_per_second']:10.0f}{r['forward_backward_seconds']:9.4f} s"
-        f"{r['forward_backward_tokens_per_second']:10.0f}{r['bound_seconds']:9.4f} s{r['ratio']:7.2f}{r['spread']:8.0%}"
-        for r in rows]
-    return "\n".join(lines)
-
-
 def seconds_of(calls: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median seconds of each call, and (largest - smallest) / median; in turns, so that noise meets all alike."""
     for call in calls.values():
