@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from jaxmoe import DecoderLM, MoE, make_mesh
-from jaxmoe.cli import prepare_devices
+from jaxmoe.cli.common import prepare_devices
 from jaxmoe.training.checkpoint import Checkpoints, read_config
 from jaxmoe.training.data import heldout_batches, load_corpus, ngram_nats
 
