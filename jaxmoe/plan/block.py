@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
@@ -65,8 +66,8 @@ class Block:
     "slots"), or rows that it sends to each device with experts ("ragged"). attention: False = MoE layers only, without
     residual sums.
     groups: capacity groups of a device, 0 = one a sequence. by_token: no token is dropped, and none's experts depend on
-    another token. layers: of the stack; segment: layers that are planned together, and repeated. axes: mesh axis -> size. links: mesh
-    axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params: of one layer.
+    another token. layers: of the stack; segment: layers that are planned together, and repeated. axes: mesh axis ->
+    size. links: mesh axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params: of one layer.
     """
 
     batch: int
@@ -101,9 +102,9 @@ class Block:
             if link not in STREAMS[1:]:
                 raise ValueError(f"links.{axis} must be one of {', '.join(STREAMS[1:])}, got {link!r}")
         if self.chunk == "sequence" and not self.by_token:
-            raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come before "
-                             "second ones of earlier tokens, and need a router by which tokens choose experts: use "
-                             'moe.dispatch.kind="ragged" or a larger moe.dispatch.capacity_factor, and another router '
+            raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come "
+                             "before second ones of earlier tokens, and tokens must choose experts: use "
+                             'moe.dispatch.kind="ragged" or a larger moe.dispatch.capacity_factor, and a router other '
                              'than "expert_choice"')
 
     @staticmethod
@@ -132,13 +133,9 @@ class Block:
     def graph(self, degrees: Degrees, saved: tuple[str, ...], slices: int) -> TaskGraph:
         """saved: names of families to keep for the backward pass."""
         self._check(degrees)
-        forward = _Builder(self, degrees.moe_forward, degrees.dense_forward).segment()
-        again = _Builder(self, degrees.moe_backward, degrees.dense_backward).segment()
-        backward = _backward(self, again, frozenset(saved))
-        tail = _reductions(self, slices)
-        if self.layers > self.segment:
-            backward += tail
-        return TaskGraph(Pass(tuple(forward)), Pass(tuple(backward)), Pass(tuple(again)), Pass(tuple(tail)))
+        there, back = (degrees.moe_forward, degrees.dense_forward), (degrees.moe_backward, degrees.dense_backward)
+        return TaskGraph(_forward(self, *there), _backward(self, *back, tuple(saved), slices), _forward(self, *back),
+                         _tail(self, slices))
 
     def _check(self, d: Degrees) -> None:
         if self.chunk == "slots":
@@ -168,6 +165,11 @@ def family(value: str) -> str:
 def cover(part: int, parts: int, others: int) -> range:
     """Which of `others` equal pieces overlap piece `part` of `parts`."""
     return range(part * others // parts, max(part * others // parts + 1, (part + 1) * others // parts))
+
+
+@lru_cache(maxsize=256)
+def _forward(block: Block, moe: int, dense: int) -> Pass:
+    return Pass(tuple(_Builder(block, moe, dense).segment()))
 
 
 class _Builder:
@@ -363,8 +365,10 @@ PULLS: dict[str, tuple[Pull, ...]] = {
 }
 
 
-def _backward(block: Block, forward: list[Task], saved: frozenset[str]) -> list[Task]:
-    """Recomputation of what pulls need where it is not saved, and pulls in reverse order."""
+@lru_cache(maxsize=256)
+def _backward(block: Block, moe: int, dense: int, saved: tuple[str, ...], slices: int) -> Pass:
+    """Recomputation of what pulls need where it is not saved, pulls in reverse order, and reductions."""
+    forward = _forward(block, moe, dense).tasks
     params = {p.name for p in block.params}
     is_param = lambda v: v.partition("@")[0] in params  # noqa: E731
     select = lambda reads, what: tuple(  # noqa: E731
@@ -383,7 +387,8 @@ def _backward(block: Block, forward: list[Task], saved: frozenset[str]) -> list[
                 streams=("compute",) if pull.kind == "memory" else task.streams, direction=pull.direction,
                 of=task.name))
     again = _recomputed(forward, wanted, lambda v: family(v) in saved and not is_param(v))
-    return [*again, *pulls]
+    reductions = _tail(block, slices).tasks if block.layers > block.segment else ()
+    return Pass((*again, *pulls, *reductions))
 
 
 def _matches(value: str, param: bool, what: tuple[str, ...]) -> bool:
@@ -393,7 +398,7 @@ def _matches(value: str, param: bool, what: tuple[str, ...]) -> bool:
     return fam in what or ("*" in what and fam not in INTEGERS)
 
 
-def _recomputed(forward: list[Task], wanted: set[str], is_kept) -> list[Task]:
+def _recomputed(forward: Sequence[Task], wanted: set[str], is_kept) -> list[Task]:
     """Forward tasks to run again so that all wanted values are there."""
     wanted, chosen = set(wanted), []
     for task in reversed(forward):
@@ -423,7 +428,8 @@ def pieces(block: Block, slices: int) -> list[list[Piece]]:
     return [f for f in found if f]
 
 
-def _reductions(block: Block, slices: int) -> list[Task]:
+@lru_cache(maxsize=256)
+def _tail(block: Block, slices: int) -> Pass:
     """Reductions of the gradients of the segment above, which are pending when this one starts."""
     tasks = []
     for layer in range(block.segment):
@@ -438,4 +444,4 @@ def _reductions(block: Block, slices: int) -> list[Task]:
                 tuple(f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in parts),
                 "reduce_scatter" if stored else "all_reduce", 0.0, size * 4 * (n - 1) / n * (1 if stored else 2), layer,
                 s))
-    return tasks
+    return Pass(tuple(tasks))

@@ -9,7 +9,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .simulate import Prepared, issue_order
+from .simulate import Prepared, issue_order, least_seconds
 from .tasks import STREAMS, Pass, Task
 
 
@@ -112,24 +112,82 @@ def topological(pass_: Pass) -> list[str]:
     return order
 
 
+class Quick:
+    """Makespans of many orders of one pass, without spans and contention: as `Prepared`, some ten times as fast."""
+
+    def __init__(self, pass_: Pass, durations: Mapping[str, float]):
+        self.pass_ = pass_
+        self.index = {n: i for i, n in enumerate(pass_.by_name)}
+        self.seconds = [durations[n] for n in pass_.by_name]
+        self.reads = [tuple(self.index[d] for d in pass_.after[n]) for n in pass_.by_name]
+        self.streams = [tuple(STREAMS.index(s) for s in t.streams) for t in pass_.tasks]
+
+    def bound(self) -> float:
+        """Seconds that no order goes below."""
+        order = [self.index[n] for n in topological(self.pass_)]
+        place = {i: k for k, i in enumerate(order)}
+        reads = [[place[j] for j in self.reads[i]] for i in order]
+        return least_seconds(reads, [self.streams[i] for i in order], [self.seconds[i] for i in order])
+
+    def makespan(self, order: Iterable[str]) -> float:
+        """Raises ValueError if the streams' orders wait for each other."""
+        numbers = [self.index[n] for n in order]
+        before: list[tuple[int, ...]] = [()] * len(numbers)
+        last = [-1] * len(STREAMS)
+        for i in numbers:
+            queued = [last[s] for s in self.streams[i] if last[s] >= 0]
+            before[i] = (*self.reads[i], *queued)
+            for s in self.streams[i]:
+                last[s] = i
+        end = [-1.0] * len(numbers)
+        for i in numbers:
+            if end[i] < 0:
+                self._end(i, before, end)
+        return max(end, default=0.0)
+
+    def _end(self, i: int, before: list[tuple[int, ...]], end: list[float]) -> None:
+        """Fill in the end of task i and of all that it waits for, depth first."""
+        stack, open_ = [i], set()
+        while stack:
+            at = stack[-1]
+            start = 0.0
+            waits = -1
+            for j in before[at]:
+                if end[j] < 0:
+                    waits = j
+                    break
+                if end[j] > start:
+                    start = end[j]
+            if waits < 0:
+                end[at] = start + self.seconds[at]
+                open_.discard(at)
+                stack.pop()
+            elif waits in open_:
+                raise ValueError("order has tasks wait for each other")
+            else:
+                open_.add(at)
+                stack.append(waits)
+
+
 def descend(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], trials: int = 200,
             seed: int = 0) -> tuple[str, ...]:
     """The order after `trials` random moves of one task before another of its stream, each kept unless it is slower.
 
     The result is listed by start times.
     """
-    pick = random.Random(seed)
-    best, least = list(order), Prepared(pass_, order).makespan(durations)
+    pick, quick = random.Random(seed), Quick(pass_, durations)
+    best, least = list(order), quick.makespan(order)
+    sharing = {n: [o for o in order if o != n and set(pass_.by_name[o].streams) & set(pass_.by_name[n].streams)]
+               for n in order}
     for _ in range(trials if len(best) > 1 else 0):
         name = pick.choice(best)
-        rivals = [n for n in best if set(pass_.by_name[n].streams) & set(pass_.by_name[name].streams) and n != name]
-        if not rivals:
+        if not sharing[name]:
             continue
         trial = [n for n in best if n != name]
-        trial.insert(trial.index(pick.choice(rivals)), name)
+        trial.insert(trial.index(pick.choice(sharing[name])), name)
         try:
-            seconds = Prepared(pass_, trial).makespan(durations)
-        except ValueError:   # the streams would wait for each other
+            seconds = quick.makespan(trial)
+        except ValueError:
             continue
         if seconds <= least:
             best, least = trial, seconds

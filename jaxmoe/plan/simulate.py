@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -210,19 +210,8 @@ class Prepared:
         return Timeline(tuple(map(Event, self.tasks, start, end)), before, bound)
 
     def bound(self, seconds: Sequence[float]) -> float:
-        """No order takes less: the busiest stream with what must precede and follow it, or the longest chain."""
-        n = len(self.tasks)
-        head, tail = [0.0] * n, [0.0] * n
-        for i, reads in enumerate(self.reads):
-            for j in reads:
-                head[i] = max(head[i], head[j] + seconds[j])
-        for i in reversed(range(n)):
-            for j in self.reads[i]:
-                tail[j] = max(tail[j], tail[i] + seconds[i])
-        chain = max((h + s + t for h, s, t in zip(head, seconds, tail, strict=True)), default=0.0)
-        queues = ([i for i, t in enumerate(self.tasks) if s in t.streams] for s in STREAMS)
-        return max([chain, *(min(head[i] for i in q) + math.fsum(seconds[i] for i in q) + min(tail[i] for i in q)
-                             for q in queues if q)])
+        """No order of these tasks takes less."""
+        return least_seconds(self.reads, [t.streams for t in self.tasks], seconds)
 
     def _contend(self, seconds: Sequence[float], slow: Slowdown):
         """Starts, ends and what was waited for, when tasks in flight slow each other; at most one a stream flies."""
@@ -261,6 +250,28 @@ class Prepared:
                         before[j] = (*before[j], i)
                     ready, held = held + ready, []
         return start, end, tuple(before)
+
+
+def least_seconds(reads: Sequence[Sequence[int]], streams: Sequence[Sequence[Any]], seconds: Sequence[float]) -> float:
+    """What no order takes less than: the busiest stream with what must precede and follow it, or the longest chain.
+
+    reads: for each task, earlier ones in the list whose results it needs.
+    """
+    n = len(reads)
+    head, tail = [0.0] * n, [0.0] * n
+    for i, earlier in enumerate(reads):
+        for j in earlier:
+            head[i] = max(head[i], head[j] + seconds[j])
+    for i in reversed(range(n)):
+        for j in reads[i]:
+            tail[j] = max(tail[j], tail[i] + seconds[i])
+    least = max((h + s + t for h, s, t in zip(head, seconds, tail, strict=True)), default=0.0)
+    queues: dict[Any, list[int]] = {}
+    for i, held in enumerate(streams):
+        for stream in held:
+            queues.setdefault(stream, []).append(i)
+    return max([least, *(min(head[i] for i in q) + math.fsum(seconds[i] for i in q) + min(tail[i] for i in q)
+                         for q in queues.values())])
 
 
 def simulate_pass(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], spans: Iterable[Span] = (),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..cost import durations
-from ..simulate import Slowdown, Timeline, issue_order, pin, simulate_pass
+from ..orders import Quick
+from ..simulate import Prepared, Slowdown, issue_order, pin, simulate_pass
 from ..tasks import STREAMS, Degrees, Pass, Plan, Span, Task, TaskGraph
 
 DEGREES = (1, 2, 4, 8)
@@ -75,38 +76,43 @@ class Trials:
     cluster: Cluster
     saved: tuple[str, ...] = SAVED
     contention: Slowdown | None = None
-    graphs: dict[tuple[Degrees, int], TaskGraph | None] = field(default_factory=dict)
-    halves: dict[tuple, Timeline] = field(default_factory=dict)
+    tried: dict[tuple, float] = field(default_factory=dict)
+    orders: dict[tuple, tuple[str, ...]] = field(default_factory=dict)
+    costs: dict[int, tuple[Pass, dict[str, float], Quick]] = field(default_factory=dict)
 
     def graph(self, choice: Choice) -> TaskGraph | None:
         """None if the block cannot be cut so."""
-        key = choice.degrees, choice.slices
-        if key not in self.graphs:
-            try:
-                self.graphs[key] = self.block.graph(choice.degrees, self.saved, choice.slices)
-            except ValueError:
-                self.graphs[key] = None
-        return self.graphs[key]
-
-    def forward(self, choice: Choice) -> Timeline:
-        d = choice.degrees
-        return self._half((d.moe_forward, d.dense_forward), choice, "forward", choice.orders.forward)
-
-    def backward(self, choice: Choice) -> Timeline:
-        d = choice.degrees
-        return self._half((d.moe_backward, d.dense_backward, choice.slices), choice, "backward", choice.orders.backward)
+        try:
+            return self.block.graph(choice.degrees, self.saved, choice.slices)
+        except ValueError:
+            return None
 
     def seconds(self, choice: Choice) -> float:
         """Of a segment, forward and backward."""
-        return self.forward(choice).makespan + self.backward(choice).makespan
+        graph = self.block.graph(choice.degrees, self.saved, choice.slices)
+        return (self.pass_seconds(graph.forward, choice.orders.forward) +
+                self.pass_seconds(graph.backward, choice.orders.backward))
 
-    def _half(self, cut: tuple, choice: Choice, name: str, order: Order) -> Timeline:
-        key = name, cut, order
-        if key not in self.halves:
-            pass_ = getattr(self.graph(choice), name)
+    def pass_seconds(self, pass_: Pass, order: Order) -> float:
+        key = id(pass_), order
+        if key not in self.tried:
+            _, seconds, quick = self._cost(pass_)
+            self.orders[key] = order(pass_, seconds)
+            self.tried[key] = (quick.makespan(self.orders[key]) if self.contention is None else
+                               Prepared(pass_, self.orders[key]).makespan(seconds, self.contention))
+        return self.tried[key]
+
+    def bound(self, choice: Choice) -> float:
+        """Seconds of a segment that no order goes below."""
+        graph = self.block.graph(choice.degrees, self.saved, choice.slices)
+        return sum(self._cost(p)[2].bound() for p in (graph.forward, graph.backward))
+
+    def _cost(self, pass_: Pass) -> tuple[Pass, dict[str, float], Quick]:
+        """The pass, which keeps its id its own, and what its tasks take."""
+        if id(pass_) not in self.costs:
             seconds = durations(pass_, self.cluster)
-            self.halves[key] = simulate_pass(pass_, order(pass_, seconds), seconds, contention=self.contention)
-        return self.halves[key]
+            self.costs[id(pass_)] = pass_, seconds, Quick(pass_, seconds)
+        return self.costs[id(pass_)]
 
     def fastest(self, choices: Iterable[Choice]) -> Choice:
         """The first of the fastest. Raises ValueError if the block can be cut like none of several."""
@@ -120,24 +126,23 @@ class Trials:
 
     def search(self, orders: Iterable[Orders], degrees: Iterable[Degrees], slices: Iterable[int] = (1,)) -> Choice:
         """The fastest orders and degrees at the first number of slices; then, at these degrees, orders and slices."""
-        orders, slices = tuple(orders), tuple(slices)
-        degrees = tuple(degrees)
+        orders, degrees, slices = tuple(orders), tuple(degrees), tuple(slices)
         best = self.fastest([Choice(d, o, slices[0]) for o in orders for d in degrees])
         return self.fastest([best, *(Choice(best.degrees, o, n) for o in orders for n in slices[1:])])
 
     def plan(self, name: str, choice: Choice, tied: bool = True) -> Plan:
-        """tied: False leaves what flies beside what to the compiler. Raises ValueError if the block cannot be cut so."""
-        graph = self.graph(choice) or self.block.graph(choice.degrees, self.saved, choice.slices)
-        forward, forward_spans = self._ordered(graph.forward, self.forward(choice), tied)
-        backward, backward_spans = self._ordered(graph.backward, self.backward(choice), tied)
+        """tied: False leaves to XLA what flies beside what. Raises ValueError if the block cannot be cut so."""
+        graph = self.block.graph(choice.degrees, self.saved, choice.slices)
+        forward, forward_spans = self._ordered(graph.forward, choice.orders.forward, tied)
+        backward, backward_spans = self._ordered(graph.backward, choice.orders.backward, tied)
         return Plan(name, self.block, choice.degrees, forward, backward, forward_spans, backward_spans, self.saved,
                     choice.slices).check()
 
-    def _ordered(self, pass_: Pass, timeline: Timeline, tied: bool) -> tuple[tuple[str, ...], tuple[Span, ...]]:
-        order = issue_order(timeline)
-        if not tied:
-            return order, ()
-        return pin(pass_, order, durations(pass_, self.cluster), contention=self.contention)[:2]
+    def _ordered(self, pass_: Pass, order: Order, tied: bool) -> tuple[tuple[str, ...], tuple[Span, ...]]:
+        self.pass_seconds(pass_, order)
+        seconds = self._cost(pass_)[1]
+        listed = issue_order(simulate_pass(pass_, self.orders[id(pass_), order], seconds, contention=self.contention))
+        return pin(pass_, listed, seconds, contention=self.contention)[:2] if tied else (listed, ())
 
 
 def moe_degrees(block: Block) -> list[Degrees]:

@@ -4,10 +4,10 @@
     intra       g0 g1 g2 g3    s0 s1 s2 s3
     compute        E0 E1 E2 E3                        attention
 
-D dispatch, g expert_gather, E experts, s expert_reduce, C combine. Three loops issue all (D, g), all (E, s), all C; the
-backward pass does the same from C's side, with its own degree. There, slices [G] of the dense gradients of the segment
-above follow a layer's last dispatch, as far as they fit the time in which the link is idle (closed forms, read; greedy),
-then beside the layer's attention (its "dense part's own backward"); what fits nowhere joins the last of these.
+D dispatch, g expert_gather, E experts, s expert_reduce, C combine. Three loops issue all (D, g), all (E, s), all C;
+the backward pass does the same from C's side, with its own degree. There, slices [G] of the dense gradients of the
+segment above follow a layer's last dispatch, as far as they fit the time in which the link is idle (closed forms, read;
+greedy), then beside the layer's attention (its "dense part's own backward"); what fits nowhere joins the last of these.
 Order and spans are forced; inside a task all is XLA's. Degrees and the number of slices are chosen by simulation (ours;
 the paper solves for them). No value changes. It wins where experts are spread over nodes and split inside them.
 """

@@ -69,8 +69,8 @@ def _eager(task: Task) -> bool:
 
 def _spread(slices: list[str], rows: list[str]) -> list[str]:
     """Slices at equal distances among the rows, the first one first."""
-    every = max(1, -(-len(rows) // max(1, len(slices))))
-    merged = [name for i, row in enumerate(rows) for name in (*slices[i // every:i // every + 1] * (i % every == 0), row)]
+    at = {i * len(rows) // len(slices): name for i, name in enumerate(slices)}
+    merged = [name for i, row in enumerate(rows) for name in ((at[i], row) if i in at else (row,))]
     return merged + [s for s in slices if s not in set(merged)]
 
 
