@@ -32,7 +32,7 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     cluster: costs to plan with; None = `schedule.cluster`. Raises ValueError if the plan in `schedule.plan` was made
     for other shapes, or if the schedule is "plain".
 
-    Example: ``plan = jaxmoe.plan(cfg, "8x8-h100"); print(plan.degrees)``
+    Example: ``made = jaxmoe.plan(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml"), "8x8-h100")``
     """
     cluster = _cluster(cfg.schedule.cluster if cluster is None else cluster)
     block = block_of(cfg, cluster)

@@ -28,13 +28,13 @@ def prove(cfg: Any, cluster: Cluster | str, plan: Plan | None = None) -> Report:
     plan: None = the one that cfg asks for. The batch, the mesh and its size are cfg's. Raises ValueError if the mesh is
     not the cluster's size, or if the compiler is missing.
 
-    Example: ``report = jaxmoe.prove(cfg, "8x8-h100"); print(report.table, report.missing)``
+    Example: ``print(jaxmoe.prove(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml"), "8x8-h100").text)``
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     plan = plan or make_plan(cfg, cluster)
     mesh = target_mesh(cfg, cluster)
     compiled = lowered_step(cfg, mesh, plan).compile(compiler_options=compile_options(plan))
-    return judge(plan, read(compiled.as_text()), cluster, peak_bytes(compiled))
+    return judge(plan, read(compiled.as_text() or ""), cluster, peak_bytes(compiled))
 
 
 def prove_layer(spec: Spec, batch: int, sequence: int, cluster: Cluster | str, plan: Plan) -> Report:
@@ -47,7 +47,10 @@ def prove_layer(spec: Spec, batch: int, sequence: int, cluster: Cluster | str, p
     mesh = _mesh_of(dict(spec.mesh.shape), cluster)
     spec = replace(spec, mesh=mesh)
     e, roles = spec.expert_specs, spec.roles
-    shape = lambda s, p=P(), d=jnp.float32: jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p))  # noqa: E731
+
+    def shape(sizes: tuple[int, ...], p: Any = P(), dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, p))
+
     D, F, E = spec.d_model, spec.d_ff, spec.num_experts
     gate = None if e.gate_EDF is None else shape((E, D, F), e.gate_EDF)
     weights = ExpertWeights(shape((E, D, F), e.up_EDF), shape((E, F, D), e.down_EFD), gate)
@@ -60,7 +63,7 @@ def prove_layer(spec: Spec, batch: int, sequence: int, cluster: Cluster | str, p
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(router, weights, x_BSD)
     compiled = lowered.compile(compiler_options=compile_options(plan))
-    return judge(plan, read(compiled.as_text()), cluster, peak_bytes(compiled))
+    return judge(plan, read(compiled.as_text() or ""), cluster, peak_bytes(compiled))
 
 
 def peak_bytes(compiled: Any) -> int:

@@ -25,14 +25,18 @@ def script(name):
     return module
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+NEEDS = {"prove": [pytest.mark.slow, pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"),
+                                                        reason="pip install 'jaxmoe[prove]'")]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in PUBLIC])
 def test_every_public_name_has_an_example_that_runs(name, monkeypatch):
     doc = inspect.getdoc(PUBLIC[name]) or ""
     example = re.search(r"Example: ``(.+?)``", doc, re.DOTALL)
     assert example, f"jaxmoe.{name}"
     monkeypatch.chdir(ROOT)
     known = {"x_BSD": jnp.ones((2, 16, 64)), "tokens_BS": jnp.ones((1, 8), int)}
-    exec(example[1], PUBLIC | known | {"jaxmoe": jaxmoe, "jax": jax, "jnp": jnp, "nnx": nnx})
+    exec(" ".join(example[1].split()), PUBLIC | known | {"jaxmoe": jaxmoe, "jax": jax, "jnp": jnp, "nnx": nnx})
 
 
 def test_every_module_says_what_it_is():

@@ -111,8 +111,8 @@ class Block:
     def from_tree(tree: Mapping[str, Any]) -> Block:
         """From what JSON holds."""
         pairs = lambda value: tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in value)  # noqa: E731
-        params = tuple(Param(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
-                       for p in tree["params"])
+        lists = lambda p: {k: tuple(v) if isinstance(v, list) else v for k, v in p.items()}  # noqa: E731
+        params = tuple(Param(**dict[str, Any](lists(p))) for p in tree["params"])
         return Block(**{**tree, **{k: pairs(tree[k]) for k in ("axes", "links", "roles")}, "params": params})
 
     def role(self, name: str) -> tuple[str, ...]:

@@ -154,6 +154,8 @@ def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file, or one that comes with the library by its name, such as "8x8-h100".
 
     Raises ConfigError, one line that names the file and the key.
+
+    Example: ``cluster = jaxmoe.load_cluster("8x8-h100"); print(cluster.num_devices)``
     """
     shipped = resources.files("jaxmoe.clusters") / f"{path}.toml"
     source = shipped if shipped.is_file() else Path(path)

@@ -81,6 +81,7 @@ def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any]]:
             dx_BSD, pending, grads = carry
             n = count - 2 - i
             dx_BSD, own, reduced = step(n, dx_BSD, pending)
+            assert reduced is not None   # as something was pending
             pending, direct = run.divide(own)
             return dx_BSD, pending, _put(_put(grads, reduced, n + 1), direct, n)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from .simulate import Prepared, issue_order, least_seconds
 from .tasks import STREAMS, Pass, Task
 
+Order = Callable[[Pass, Mapping[str, float]], tuple[str, ...]]
+
 
 def behind(attention: Sequence[list[str]], experts: Sequence[list[str]], lag: int) -> list[str]:
     """Tasks of attention's chunks, and of the experts' chunks each `lag` attention chunks behind the last of its own.
@@ -192,3 +194,8 @@ def descend(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], t
         if seconds <= least:
             best, least = trial, seconds
     return issue_order(Prepared(pass_, best).run(durations))
+
+
+def improved(order: Order) -> Order:
+    """The order after descent."""
+    return lambda pass_, seconds: descend(pass_, order(pass_, seconds), seconds)

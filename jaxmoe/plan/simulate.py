@@ -109,9 +109,13 @@ class Timeline:
     @cached_property
     def critical_path(self) -> tuple[str, ...]:
         """Names of tasks, each of which started when the one before it ended, from 0 to the makespan."""
+        return tuple(e.task.name for e in self.critical_events)
+
+    @cached_property
+    def critical_events(self) -> tuple[Event, ...]:
         path, at = [], max(range(len(self.events)), key=lambda i: self.events[i].end, default=-1)
         while at >= 0:
-            path.append(self.events[at].task.name)
+            path.append(self.events[at])
             at = max(self.before[at], key=lambda i: self.events[i].end, default=-1)
         return tuple(reversed(path))
 
@@ -286,6 +290,9 @@ def simulate(plan: Plan, cluster: Cluster, layers: int = 0, contention: bool = T
     A segment's gradients are reduced in the backward pass of the one before it, and the first one's after everything.
     layers: of the stack; 0 for those of the plan's block, others for an excerpt from the middle of it. contention:
     False leaves out the cluster's.
+
+    Example: ``made = jaxmoe.plan(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml")); timeline =
+    jaxmoe.simulate(made, jaxmoe.load_cluster("8x8-h100")); print(timeline.makespan)``
     """
     times, rest = divmod(layers or plan.block.layers, plan.block.segment)
     if times < 1 or rest:

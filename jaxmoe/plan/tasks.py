@@ -150,6 +150,9 @@ class Plan:
     forward, backward: issue order. forward_spans, backward_spans: what flies beside what. saved: values kept for the
     backward pass, which recomputes all others that it needs. slices: pieces of the dense gradient's reduction.
     barriers: False gives the same tasks to XLA without an order, for comparison.
+
+    Example: ``made = jaxmoe.plan(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml")); assert
+    jaxmoe.Plan.from_json(made.to_json()) == made``
     """
 
     schedule: str

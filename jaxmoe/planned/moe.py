@@ -90,6 +90,7 @@ class MoEVerbs:
         tokens, bad_T = tokens_of({"x": x_BSD, **self.part_of_tokens(consts, part)}, groups)
         weights = {n.removeprefix("router_"): w[0] for n, w in values.items() if n.startswith("router_")}
         routing = self.spec.router(weights, tokens, groups, consts.get("bias"), consts.get("key"))
+        assert isinstance(routing, Routing)   # blocks of Soft MoE are refused
         choice, dropped = self.layout.choose(routing, groups)
         choice |= {"experts": routing.experts_TK, "chosen": routing.chosen_TK, "valid": tokens.valid_T, "bad": bad_T,
                    "dropped": dropped}

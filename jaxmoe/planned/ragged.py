@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..collectives import all_gather, all_to_all, pmax, reduce_scatter
 from ..dispatch.ragged import further_rounds, inverse, one_round, sizes_in_window, sort_pairs, sort_rows, window
@@ -48,10 +50,9 @@ class RaggedLayout:
 
     def combine(self, back: list, weights_TK, choice: dict[str, Any], extra: dict[str, list]) -> jax.Array:
         send = choice["send"]
-        y_TD = None
-        for i, rows in enumerate(back):
-            part_TD = unpack(rows, weights_TK, window(send, i, self.bucket))
-            y_TD = part_TD if y_TD is None else y_TD + part_TD
+        y_TD = unpack(back[0], weights_TK, window(send, 0, self.bucket))
+        for i in range(1, self.chunks):
+            y_TD = y_TD + unpack(back[i], weights_TK, window(send, i, self.bucket))
         if self.bucket * self.chunks >= send.most:
             return y_TD
         n_TD = extra["n"][0]
@@ -78,11 +79,9 @@ class RaggedLayout:
 
     def pack_gradient(self, task: Task, cotangents, values, consts):
         (choice,) = values.values()
-        total_TD = None
-        for i, g_RD in enumerate(cotangents):
-            g_TD = sum_over_choices(g_RD, window(choice["send"], i, self.bucket).row_TK)
-            total_TD = g_TD if total_TD is None else total_TD + g_TD
-        return (total_TD.astype(cotangents[0].dtype),)
+        parts = [sum_over_choices(g_RD, window(choice["send"], i, self.bucket).row_TK)
+                 for i, g_RD in enumerate(cotangents)]
+        return (reduce(jnp.add, parts).astype(cotangents[0].dtype),)
 
     def sizes(self, task: Task, reads, consts):
         """Rows of each local expert from each sender; for each chunk how many, and how they are sorted by expert."""
@@ -104,7 +103,7 @@ class RaggedLayout:
     def up(self, task: Task, reads, consts):
         values = by_family(task.reads, reads)
         sizes_E, sort = self._chunk(task, values)
-        rows_RD = (values.get("rows") or values.get("slots"))[0]
+        rows_RD = (values.get("rows") or values["slots"])[0]
         return (grouped_up(pack(rows_RD, sort), sizes_E, self._weights(values)),)
 
     def up_gradient(self, task: Task, cotangents, values, consts):

@@ -102,8 +102,7 @@ class SlotsLayout:
 
     def gathered(self, rows):
         """Rows of all devices that hold a part of the same experts, in a new leading dim."""
-        whole = all_gather(rows[None], self.spec.roles.expert_shard)
-        return whole
+        return all_gather(rows[None], self.spec.roles.expert_shard)
 
     def scattered(self, rows):
         return reduce_scatter(rows, self.spec.roles.expert_shard)[0]
@@ -114,7 +113,7 @@ class SlotsLayout:
 
     def _rows(self, values: dict[str, list]):
         """What reaches the experts: "rows", or "slots" where nothing is exchanged."""
-        return (values.get("rows") or values.get("slots"))[0]
+        return (values.get("rows") or values["slots"])[0]
 
     def up(self, task: Task, reads, consts):
         values = by_family(task.reads, reads)

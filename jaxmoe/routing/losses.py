@@ -138,7 +138,7 @@ def _documents(pairs_TE: Array, p_TE: Array, tokens: Tokens, groups: Groups) -> 
         a = a.reshape(groups.local, -1, groups.sequences, *a.shape[1:]).swapaxes(1, 2)
         return a.reshape(-1, *a.shape[2:])
 
-    def everywhere(a):
+    def everywhere(a: Array) -> Array:
         return all_gather(a, groups.axes, 1)
 
     pairs_BSE, p_BSE = by_sequence(pairs_TE), by_sequence(p_TE)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..cost import durations
-from ..orders import Quick
+from ..orders import Order, Quick
 from ..simulate import Prepared, Slowdown, issue_order, pin, simulate_pass
 from ..tasks import STREAMS, Degrees, Pass, Plan, Span, Task, TaskGraph
 
 DEGREES = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
 Key = Callable[[Task], tuple]
-Order = Callable[[Pass, Mapping[str, float]], tuple[str, ...]]
 
 
 @dataclass(frozen=True)

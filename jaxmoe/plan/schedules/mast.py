@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ..block import SAVED, Block
 from ..cluster import Cluster
-from ..orders import descend, list_order
+from ..orders import improved, list_order
 from ..tasks import Degrees, Pass, Plan, Task
 from . import fsmoe, pipemoe
 from .base import SLICES, Order, Orders, Trials, all_degrees, by
@@ -34,11 +34,6 @@ def _weights_last(task: Task) -> tuple:
     if task.direction == "weight_grad":
         return (1, -task.layer, 3)
     return pipemoe.backward(task)
-
-
-def improved(order: Order) -> Order:
-    """An order after exchange descent."""
-    return lambda pass_, seconds: descend(pass_, order(pass_, seconds), seconds)
 
 
 FORWARD: tuple[Order, ...] = (by(pipemoe.forward), list_order)

@@ -51,7 +51,7 @@ def backward(pass_: Pass, seconds: Mapping[str, float], lag: int) -> tuple[str, 
 
 def groups(pass_: Pass, ranks: dict[str, int]) -> list[list[list[str]]]:
     """Names of the tasks of these verbs: by layer, by chunk, in the order of ranks."""
-    found: dict[int, dict[int, list[Task]]] = {t.layer: {} for t in pass_.tasks}
+    found: dict[int, dict[tuple, list[Task]]] = {t.layer: {} for t in pass_.tasks}
     for t in pass_.tasks:
         if place(t, ranks, -1) >= 0:
             found[t.layer].setdefault(_part(t), []).append(t)
@@ -59,8 +59,9 @@ def groups(pass_: Pass, ranks: dict[str, int]) -> list[list[list[str]]]:
     return [[named(found[layer][i]) for i in sorted(found[layer])] for layer in sorted(found)]
 
 
-def _part(task: Task) -> int:
-    return int(task.name.partition("@")[0].split(".")[1])
+def _part(task: Task) -> tuple[int, ...]:
+    """Part of the tokens and chunk of its slots."""
+    return (*map(int, task.name.partition("@")[0].split(".")[1:]), 0)[:2]
 
 
 def _eager(task: Task) -> bool:

@@ -1,0 +1,150 @@
+"""The planner behind "auto": the fastest plan in simulation of all that the schedules can be combined to (ours).
+
+What chunks are cut along, layers planned together, degrees, the order of each pass and slices of gradients are chosen
+together, with the cluster's contention in the model. A cut whose bound is above what is found already is not ordered.
+Every schedule's own plan competes, so that none is faster in simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .block import SAVED, Block
+from .cluster import AlphaBeta, Cluster, Link
+from .orders import improved
+from .schedules import SCHEDULES, mast, sp_moe
+from .schedules.base import SLICES, Choice, Order, Orders, Trials, all_degrees
+from .simulate import Timeline, simulate, slowdown
+from .tasks import STREAMS, Degrees, Pass, Plan
+
+FORWARD: tuple[Order, ...] = (*mast.FORWARD, *dict.fromkeys(o.forward for o in sp_moe.ORDERS))
+BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *dict.fromkeys(o.backward for o in sp_moe.ORDERS))
+SEGMENTS = (1, 2)
+FASTER = 2.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """timeline: the plan's. seconds: modelled, of the stack, by schedule; "auto" is the plan's."""
+
+    plan: Plan
+    timeline: Timeline
+    seconds: Mapping[str, float]
+
+
+def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
+         saved: tuple[str, ...] = SAVED) -> Plan:
+    """degrees, slices: None = the fastest in simulation."""
+    return search(block, cluster, degrees, slices, saved).plan
+
+
+def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
+           saved: tuple[str, ...] = SAVED) -> Found:
+    """The fastest plan, and how long each schedule's own takes. Raises ValueError if the block can be cut like none."""
+    tried = {name: (simulate(p, cluster), p) for name, p in _singles(block, cluster, degrees, slices, saved)}
+    seconds = {name: timeline.makespan for name, (timeline, _) in tried.items()}
+    for cut in variants(block):
+        trials = Trials(cut, cluster, saved, slowdown(cluster))
+        known = min((t.makespan for t, _ in tried.values()), default=math.inf)
+        choice = combined(trials, [degrees] if degrees else all_degrees(cut), [slices] if slices else SLICES,
+                          known * cut.segment / cut.layers)
+        if choice is not None:
+            made = trials.plan("auto", choice)
+            tried[f"auto, {cut.chunk}, {cut.segment}"] = simulate(made, cluster), made
+    if not tried:
+        raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
+    timeline, best = min(tried.values(), key=lambda pair: pair[0].makespan)
+    return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan})
+
+
+def _singles(block: Block, cluster: Cluster, degrees, slices, saved) -> Iterator[tuple[str, Plan]]:
+    for name, schedule in SCHEDULES.items():
+        try:
+            yield name, schedule(block, cluster, degrees, slices=slices, saved=saved)
+        except ValueError:   # not for this block
+            continue
+
+
+def variants(block: Block) -> Iterator[Block]:
+    """The block at other cuts and segments: as long as asked for, or of `SEGMENTS`."""
+    segments = [s for s in SEGMENTS if block.layers % s == 0] if block.segment == 1 else [block.segment]
+    for chunk in ("slots", "batch", "sequence"):
+        for segment in segments:
+            try:
+                yield replace(block, chunk=chunk, segment=segment)
+            except ValueError:   # chunks along the sequence would drop tokens
+                continue
+
+
+def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], known: float) -> Choice | None:
+    """The fastest choice for a segment, its orders improved; None if no bound is below `known` seconds."""
+    best = None
+    for d in degrees:
+        choice = Choice(d, Orders(FORWARD[0], BACKWARD[0]), slices[0])
+        if trials.graph(choice) is None or trials.bound(choice) >= known:
+            continue
+        choice = _ordered(trials, choice)
+        if best is None or trials.seconds(choice) < trials.seconds(best):
+            best = choice
+            known = min(known, trials.seconds(best))
+    if best is None:
+        return None
+    best = min([best, *(_ordered(trials, replace(best, slices=n)) for n in slices[1:])], key=trials.seconds)
+    graph = trials.block.graph(best.degrees, trials.saved, best.slices)
+    finish = lambda pass_, order: fastest(trials, pass_, (order, improved(order)))  # noqa: E731
+    return replace(best, orders=Orders(finish(graph.forward, best.orders.forward),
+                                       finish(graph.backward, best.orders.backward)))
+
+
+def _ordered(trials: Trials, choice: Choice) -> Choice:
+    graph = trials.block.graph(choice.degrees, trials.saved, choice.slices)
+    return replace(choice, orders=Orders(fastest(trials, graph.forward, FORWARD),
+                                         fastest(trials, graph.backward, BACKWARD)))
+
+
+def fastest(trials: Trials, pass_: Pass, orders: Iterable[Order]) -> Order:
+    return min(orders, key=lambda order: trials.pass_seconds(pass_, order))
+
+
+def explain(found: Found, cluster: Cluster) -> str:
+    """The alternatives, what bounds the plan, and how much faster it would be if something else was. All modelled."""
+    t, p = found.timeline, found.plan
+    lines = [f"{name:14s} {seconds * 1e3:10.2f} ms {'' if name == 'auto' else f'{seconds / t.makespan:6.2f} x'}".rstrip()
+             for name, seconds in sorted(found.seconds.items(), key=lambda item: item[1])]
+    lines.append(f"auto: chunks along the {p.block.chunk}, {p.block.segment} layers together, degrees {p.degrees}, "
+                 f"gradients in {p.slices}; {t.makespan / t.bound_seconds - 1:.1%} above the bound of its tasks")
+    busy = ", ".join(f"{s} {t.busy_seconds[s] / t.makespan:.0%}" for s in STREAMS)
+    critical = ", ".join(f"{s} {share:.0%}" for s, share in critical_shares(t).items() if share)
+    lines += [f"busy: {busy}; on the longest chain of waiting: {critical}"]
+    lines += [f"{name} {FASTER:g} times as fast: {t.makespan / simulate(p, other).makespan:.2f} x"
+              for name, other in improvements(cluster).items()]
+    return "\n".join(lines)
+
+
+def critical_shares(timeline: Timeline) -> dict[str, float]:
+    """Stream -> its share of the time of tasks that waited for one another, the first for none, the last till the end."""
+    seconds = dict.fromkeys(STREAMS, 0.0)
+    for event in timeline.critical_events:
+        seconds[event.task.streams[-1]] += event.end - event.start
+    total = math.fsum(seconds.values()) or 1.0
+    return {s: v / total for s, v in seconds.items()}
+
+
+def improvements(cluster: Cluster) -> dict[str, Cluster]:
+    """The cluster with one thing `FASTER` times as fast."""
+    product, memory = cluster.matmul, cluster.memory
+    change = {
+        "links between nodes": {"inter": _faster(cluster.inter)}, "links inside nodes": {"intra": _faster(cluster.intra)},
+        "matrix products": {"matmul": product.model_copy(update={"seconds_per_flop": product.seconds_per_flop / FASTER})},
+        "memory": {"memory": memory.model_copy(update={"bytes_per_second": memory.bytes_per_second * FASTER})},
+    }
+    return {name: cluster.model_copy(update=update) for name, update in change.items()}
+
+
+def _faster(link: Link) -> Link:
+    def half(cost: AlphaBeta | None) -> AlphaBeta | None:
+        return cost and cost.model_copy(update={"seconds_per_byte": cost.seconds_per_byte / FASTER})
+
+    return Link(**{kind: half(getattr(link, kind)) for kind in Link.model_fields})
