@@ -5,6 +5,8 @@ forward and two backward, and no gather of weights; their hidden width a gather 
 shards a gather, whose gradient is a reduce-scatter. Dropless dispatch exchanges sizes, too.
 """
 
+import importlib.util
+import math
 import re
 from collections import Counter
 
@@ -14,7 +16,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from jaxmoe import MoE, Ragged, Roles, Slots
+from jaxmoe import MoE, Ragged, Roles, Slots, load_cluster, load_config
+from jaxmoe.plan.prove import read
+from jaxmoe.proof import lowered_step, target_mesh
 
 pytestmark = pytest.mark.core
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "collective_permute")
@@ -70,3 +74,23 @@ def test_expert_weights_are_never_whole():
     for leaf in jax.tree.leaves(state):
         shards = leaf.addressable_shards
         assert {s.data.nbytes for s in shards} == {leaf.nbytes // 8 if leaf.ndim == 3 else leaf.nbytes}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None,
+                    reason="XLA's compiler for NVIDIA GPUs: pip install 'jaxmoe[prove]'")
+@pytest.mark.slow
+def test_a_train_steps_collectives_on_eight_gpus():
+    """Stored parameters are gathered, their gradients reduce-scattered; experts' are neither; no large all-reduce."""
+    cluster = load_cluster("8x8-h100").model_copy(update={"nodes": 1})
+    cfg = load_config("configs/quickstart.toml", ["model.vocab=4096"])
+    text = lowered_step(cfg, target_mesh(cfg, cluster), None).compile().as_text()
+    flights = [f for c in read(text) for f in c.flights]
+    found = Counter(f.kind for f in flights)
+    assert found["all-to-all"] == 4 * cfg.model.layers
+    assert found["reduce-scatter"] > 0 and found["all-gather"] > 0
+    experts = cfg.moe.num_experts * cfg.model.d_model * cfg.moe.d_ff
+    moved = re.findall(r"= \(?f32\[([\d,]+)\]\S* (?:all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text)
+    sizes = [math.prod(map(int, shape.split(","))) for shape in moved]
+    assert sizes and max(sizes) < experts
+    reduced = re.findall(r"= \(?f32\[([\d,]+)\]\S* all-reduce(?:-start)?\(", text)
+    assert all(math.prod(map(int, s.split(","))) < cfg.model.d_model * cfg.model.d_model for s in reduced), reduced
