@@ -13,13 +13,13 @@ train: $(VENV)/installed
 	$(BIN)/jaxmoe train configs/quickstart.toml
 
 test: $(VENV)/installed
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 test-core: $(VENV)/installed
-	$(BIN)/pytest -q -m core
+	$(BIN)/pytest -q -n 2 --dist loadfile -m core
 
 test-slow: $(VENV)/installed
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -n 2 --dist loadfile -m slow
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
