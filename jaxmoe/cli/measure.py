@@ -11,19 +11,27 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .common import Json, app, pin_cpu_without_gpu
+from .common import FREE, Json, app, overrides, pin_cpu_without_gpu, prepare_devices
 
 
-@app.command()
+@app.command(context_settings=FREE)
 def bench(
-    what: Annotated[Literal["layer", "codec"], typer.Argument(help="What to measure.")],
+    context: typer.Context,
+    what: Annotated[Literal["layer", "codec", "train"], typer.Argument(help="What to measure.")],
+    config: Annotated[Path | None, typer.Argument(help="train: TOML file; any of its keys is an option.")] = None,
     shape: Annotated[Literal["a", "b"], typer.Option(help="layer: 8 experts, top-2, or 32 narrow ones, top-4.")] = "a",
     devices: Annotated[int, typer.Option(min=1, help="layer: simulated devices, where there is no GPU.")] = 8,
+    schedules: Annotated[str, typer.Option(help="train: schedules, with commas.")] = "plain,sequential,pipemoe",
     peers: Annotated[bool, typer.Option(help="codec: ZipNN and zstd beside it, where installed.")] = True,
     repeats: Annotated[int, typer.Option(min=1)] = 7, as_json: Json = False,
 ) -> None:
-    """Measure on the present devices: the MoE layer beside its bound, or the codec beside its own and its peers."""
-    rows = _layer_rows(shape, devices, repeats) if what == "layer" else _codec_rows(peers, repeats)
+    """Measure on the present devices: the MoE layer beside its bound, the codec beside its peers, a config's train step
+    under several schedules."""
+    measures = {
+        "layer": lambda: _layer_rows(shape, devices, repeats), "codec": lambda: _codec_rows(peers, repeats),
+        "train": lambda: _train_rows(config, overrides(context.args), schedules, repeats),
+    }
+    rows = measures[what]()
     print(json.dumps({"rows": rows}) if as_json else rows_as_text(rows))
 
 
@@ -35,6 +43,18 @@ def _layer_rows(shape: str, devices: int, repeats: int) -> list[dict[str, Any]]:
     from ..measure.layer import SHAPES, bench_layer
 
     return bench_layer(SHAPES[shape], repeats=repeats)
+
+
+def _train_rows(config: Path | None, options: list[str], schedules: str, repeats: int) -> list[dict[str, Any]]:
+    from ..config import ConfigError, load_config
+
+    if config is None:
+        raise ConfigError("bench train needs CONFIG, a TOML file")
+    cfg = load_config(config, options)
+    prepare_devices(cfg)
+    from ..measure.training import bench_train
+
+    return bench_train(cfg, schedules.split(","), repeats)
 
 
 def _codec_rows(peers: bool, repeats: int) -> list[dict[str, Any]]:
