@@ -327,14 +327,14 @@ class _Streams:
         for c in beside:   # of each stream, one starts with the task, and others when that one has ended
             (after if used & set(c.streams) else together).append(c)
             used |= set(c.streams)
-        *begun, reads = _tied_together([(t, self._inputs(t)) for t in (*together, task)])
+        *begun, reads = _tied_together([(self._inputs(t), t.is_collective) for t in (*together, task)])
         for c, r in zip(together, begun, strict=True):
             self._finish(c, self.call(c, r), span_of[c.name].last if span_of else None)
         for c in after:
             self._finish(c, self.call(c, self._inputs(c)), span_of[c.name].last if span_of else None)
         outs = self.call(task, reads)
         ended = self.ending.pop(task.name, [])
-        *others, outs = _tied_together([*ended, (task, outs)])
+        *others, outs = _tied_together([*((o, True) for _, o in ended), (outs, True)])
         for (c, _), o in zip(ended, others, strict=True):
             self._complete(c, o)
         self._finish(task, outs, last)
@@ -349,7 +349,7 @@ class _Streams:
         reads = tuple(self.env[v] for v in task.reads)
         for stream in task.streams:
             if stream in self.tokens:
-                reads, self.tokens[stream] = _tied(task, reads, self.tokens[stream])
+                reads, self.tokens[stream] = _tied(reads, self.tokens[stream], task.is_collective)
         return reads
 
     def _finish(self, task: Task, outs: tuple, last: str | None) -> None:
@@ -363,7 +363,7 @@ class _Streams:
             token = self.tokens.get(stream)
             if token is None:
                 token = _token(outs)
-            outs, self.tokens[stream] = _tied(task, outs, token)
+            outs, self.tokens[stream] = _tied(outs, token, True)
         _commit(task, outs, self.env)
 
 
@@ -380,18 +380,21 @@ def _commit(task: Task, outs: tuple, env: Env) -> None:
         env[name] = value
 
 
-def _tied(task: Task, values: tuple, token: jax.Array) -> tuple[tuple, jax.Array]:
+def _tied(values: tuple, token: jax.Array, every: bool) -> tuple[tuple, jax.Array]:
     """values and token, neither there before the other."""
-    *tied, after = _barrier([_pick(values, task.is_collective), [(0, token)]])
+    picked = _pick(values, every)
+    if picked:   # a token that varies less would not come out of the barrier as it went in
+        token = vary_like(token, picked[0][1])
+    *tied, after = _barrier([picked, [(0, token)]])
     return _replaced(values, tied[0]), after[0][1]
 
 
-def _tied_together(groups: list[tuple[Task, tuple]]) -> list[tuple]:
-    """A value of each group tied to one of each other."""
+def _tied_together(groups: list[tuple[tuple, bool]]) -> list[tuple]:
+    """Values of each group tied to those of each other; of a group one, or every."""
     if len(groups) < 2:
-        return [values for _, values in groups]
-    picks = _barrier([_pick(values, task.is_collective) for task, values in groups])
-    return [_replaced(values, tied) for (_, values), tied in zip(groups, picks, strict=True)]
+        return [values for values, _ in groups]
+    picks = _barrier([_pick(values, every) for values, every in groups])
+    return [_replaced(values, tied) for (values, _), tied in zip(groups, picks, strict=True)]
 
 
 def _barrier(picks: list[list[tuple[int, jax.Array]]]) -> list[list[tuple[int, jax.Array]]]:
@@ -410,8 +413,9 @@ def _barrier(picks: list[list[tuple[int, jax.Array]]]) -> list[list[tuple[int, j
 def _pick(values: tuple, every: bool = False) -> list[tuple[int, jax.Array]]:
     """Arrays of the first value that varies most over the mesh, or of every such, with their places among all arrays.
 
-    Of a compute task one is enough, and a barrier makes new arrays of all that it ties, weights included. A collective
-    may be several in the compiled program, one a value, each of which would fly where it likes.
+    Of what a compute task reads one is enough, and a barrier makes new arrays of all that it ties, weights included. Of
+    what a collective reads every one counts, and of what a task makes: it may be several instructions in the compiled
+    program, one a value, each of which would come when it likes.
     """
     best: list[tuple[int, jax.Array]] = []
     rank, at = (False, -1), 0

@@ -7,22 +7,25 @@ Every schedule's own plan competes, so that none is faster in simulation.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .block import SAVED, Block
 from .cluster import AlphaBeta, Cluster, Link
-from .orders import improved
+from .cost import durations
+from .orders import Order, improved
 from .schedules import SCHEDULES, mast, sp_moe
-from .schedules.base import SLICES, Choice, Order, Orders, Trials, all_degrees
+from .schedules.base import SLICES, Choice, Orders, Trials, all_degrees
 from .simulate import Timeline, simulate, slowdown
 from .tasks import STREAMS, Degrees, Pass, Plan
 
 FORWARD: tuple[Order, ...] = (*mast.FORWARD, *dict.fromkeys(o.forward for o in sp_moe.ORDERS))
 BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *dict.fromkeys(o.backward for o in sp_moe.ORDERS))
 SEGMENTS = (1, 2)
-FASTER = 2.0
+FINISHED = 2     # combinations of which what flies beside what is tied
+FASTER = 2.0     # what `explain` tries
 
 
 @dataclass(frozen=True)
@@ -43,59 +46,80 @@ def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices:
 def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
            saved: tuple[str, ...] = SAVED) -> Found:
     """The fastest plan, and how long each schedule's own takes. Raises ValueError if the block can be cut like none."""
-    tried = {name: (simulate(p, cluster), p) for name, p in _singles(block, cluster, degrees, slices, saved)}
-    seconds = {name: timeline.makespan for name, (timeline, _) in tried.items()}
-    for cut in variants(block):
-        trials = Trials(cut, cluster, saved, slowdown(cluster))
-        known = min((t.makespan for t, _ in tried.values()), default=math.inf)
-        choice = combined(trials, [degrees] if degrees else all_degrees(cut), [slices] if slices else SLICES,
-                          known * cut.segment / cut.layers)
-        if choice is not None:
-            made = trials.plan("auto", choice)
-            tried[f"auto, {cut.chunk}, {cut.segment}"] = simulate(made, cluster), made
-    if not tried:
+    plans = _singles(block, cluster, degrees, slices, saved)
+    timed = [(simulate(p, cluster), p) for p in plans.values()]
+    seconds = {name: timeline.makespan for name, (timeline, _) in zip(plans, timed, strict=True)}
+    known = min(seconds.values(), default=math.inf)
+    counts = [slices] if slices else SLICES
+    combinations: list[Combination] = []
+    for cuts in variants(block):
+        given = [degrees] if degrees else all_degrees(cuts[0])
+        for cut in cuts:   # longer segments take the degrees of shorter ones
+            found = combined(Trials(cut, cluster, saved, slowdown(cluster)), given, counts, known)
+            if found is not None:
+                combinations.append(found)
+                known, given = min(known, found.seconds), [found.choice.degrees]
+    for found in sorted(combinations, key=lambda c: c.seconds)[:FINISHED]:
+        made = found.trials.plan("auto", found.choice)
+        timed.append((simulate(made, cluster), made))
+    if not timed:
         raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
-    timeline, best = min(tried.values(), key=lambda pair: pair[0].makespan)
+    timeline, best = min(timed, key=lambda pair: pair[0].makespan)
     return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan})
 
 
-def _singles(block: Block, cluster: Cluster, degrees, slices, saved) -> Iterator[tuple[str, Plan]]:
+def _singles(block: Block, cluster: Cluster, degrees, slices, saved) -> dict[str, Plan]:
+    found = {}
     for name, schedule in SCHEDULES.items():
-        try:
-            yield name, schedule(block, cluster, degrees, slices=slices, saved=saved)
-        except ValueError:   # not for this block
-            continue
+        with contextlib.suppress(ValueError):   # not for this block
+            found[name] = schedule(block, cluster, degrees, slices=slices, saved=saved)
+    return found
 
 
-def variants(block: Block) -> Iterator[Block]:
-    """The block at other cuts and segments: as long as asked for, or of `SEGMENTS`."""
+def variants(block: Block) -> Iterator[list[Block]]:
+    """For each way to cut chunks, the block at its segment; if that is one layer, at each of `SEGMENTS` that fits."""
     segments = [s for s in SEGMENTS if block.layers % s == 0] if block.segment == 1 else [block.segment]
     for chunk in ("slots", "batch", "sequence"):
-        for segment in segments:
-            try:
-                yield replace(block, chunk=chunk, segment=segment)
-            except ValueError:   # chunks along the sequence would drop tokens
-                continue
+        with contextlib.suppress(ValueError):   # chunks along the sequence would drop tokens
+            yield [replace(block, chunk=chunk, segment=s) for s in segments]
 
 
-def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], known: float) -> Choice | None:
-    """The fastest choice for a segment, its orders improved; None if no bound is below `known` seconds."""
-    best = None
+@dataclass(frozen=True)
+class Combination:
+    """A choice for a block (that of trials), and about how long its stack takes."""
+
+    trials: Trials
+    choice: Choice
+
+    @property
+    def seconds(self) -> float:
+        return stack_seconds(self.trials, self.choice)
+
+
+def stack_seconds(trials: Trials, choice: Choice) -> float:
+    """All segments and the last one's reductions, one after the other, before what flies beside what is tied."""
+    block, graph = trials.block, trials.block.graph(choice.degrees, trials.saved, choice.slices)
+    tail = math.fsum(durations(graph.tail, trials.cluster).values())
+    return trials.seconds(choice) * (block.layers // block.segment) + tail
+
+
+def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], known: float) -> Combination | None:
+    """The fastest choice, its orders improved; None if no bound of a stack is below `known` seconds."""
+    best, count = None, trials.block.layers // trials.block.segment
     for d in degrees:
         choice = Choice(d, Orders(FORWARD[0], BACKWARD[0]), slices[0])
-        if trials.graph(choice) is None or trials.bound(choice) >= known:
+        if trials.graph(choice) is None or trials.bound(choice) * count >= known:
             continue
         choice = _ordered(trials, choice)
         if best is None or trials.seconds(choice) < trials.seconds(best):
             best = choice
-            known = min(known, trials.seconds(best))
     if best is None:
         return None
     best = min([best, *(_ordered(trials, replace(best, slices=n)) for n in slices[1:])], key=trials.seconds)
     graph = trials.block.graph(best.degrees, trials.saved, best.slices)
     finish = lambda pass_, order: fastest(trials, pass_, (order, improved(order)))  # noqa: E731
-    return replace(best, orders=Orders(finish(graph.forward, best.orders.forward),
-                                       finish(graph.backward, best.orders.backward)))
+    orders = Orders(finish(graph.forward, best.orders.forward), finish(graph.backward, best.orders.backward))
+    return Combination(trials, replace(best, orders=orders))
 
 
 def _ordered(trials: Trials, choice: Choice) -> Choice:
@@ -111,7 +135,7 @@ def fastest(trials: Trials, pass_: Pass, orders: Iterable[Order]) -> Order:
 def explain(found: Found, cluster: Cluster) -> str:
     """The alternatives, what bounds the plan, and how much faster it would be if something else was. All modelled."""
     t, p = found.timeline, found.plan
-    lines = [f"{name:14s} {seconds * 1e3:10.2f} ms {'' if name == 'auto' else f'{seconds / t.makespan:6.2f} x'}".rstrip()
+    lines = [f"{name:14s} {seconds * 1e3:10.2f} ms, {seconds / t.makespan:.2f} x"
              for name, seconds in sorted(found.seconds.items(), key=lambda item: item[1])]
     lines.append(f"auto: chunks along the {p.block.chunk}, {p.block.segment} layers together, degrees {p.degrees}, "
                  f"gradients in {p.slices}; {t.makespan / t.bound_seconds - 1:.1%} above the bound of its tasks")
@@ -124,7 +148,7 @@ def explain(found: Found, cluster: Cluster) -> str:
 
 
 def critical_shares(timeline: Timeline) -> dict[str, float]:
-    """Stream -> its share of the time of tasks that waited for one another, the first for none, the last till the end."""
+    """Stream -> its share of a chain of tasks from start to end, each of which waited for the one before."""
     seconds = dict.fromkeys(STREAMS, 0.0)
     for event in timeline.critical_events:
         seconds[event.task.streams[-1]] += event.end - event.start
@@ -135,11 +159,11 @@ def critical_shares(timeline: Timeline) -> dict[str, float]:
 def improvements(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one thing `FASTER` times as fast."""
     product, memory = cluster.matmul, cluster.memory
-    change = {
-        "links between nodes": {"inter": _faster(cluster.inter)}, "links inside nodes": {"intra": _faster(cluster.intra)},
-        "matrix products": {"matmul": product.model_copy(update={"seconds_per_flop": product.seconds_per_flop / FASTER})},
-        "memory": {"memory": memory.model_copy(update={"bytes_per_second": memory.bytes_per_second * FASTER})},
-    }
+    quick = product.model_copy(update={"seconds_per_flop": product.seconds_per_flop / FASTER})
+    wide = memory.model_copy(update={"bytes_per_second": memory.bytes_per_second * FASTER})
+    change = {"links between nodes": {"inter": _faster(cluster.inter)},
+              "links inside nodes": {"intra": _faster(cluster.intra)},
+              "matrix products": {"matmul": quick}, "memory": {"memory": wide}}
     return {name: cluster.model_copy(update=update) for name, update in change.items()}
 
 

@@ -26,6 +26,7 @@ from .cost import durations as cost_durations
 from .tasks import STREAMS, Pass, Plan, Span, Task
 
 COMPUTE, INTRA, INTER = 1, 2, 4
+WORTH = 0.05   # of a collective's time: compute tasks shorter than this are not planned beside it
 BITS: dict[str, int] = {"compute": COMPUTE, "intra": INTRA, "inter": INTER}
 
 
@@ -387,7 +388,7 @@ def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack
 def _candidates(timeline: Timeline, name: str) -> list[Span]:
     """Spans of a collective, those that delay nothing first."""
     event = next(e for e in timeline.events if e.task.name == name)
-    compute = _by_start(timeline, False)
+    compute = [e for e in _by_start(timeline, False) if _counts(event, e)]
     at = bisect_left([e.start for e in compute], event.start)
     beside = _beside(event, compute)
     earlier, later = compute[max(at - 1, 0):at], compute[at:at + 1]
@@ -401,10 +402,17 @@ def _by_start(timeline: Timeline, collectives: bool) -> list[Event]:
 
 
 def _beside(event: Event, compute: list[Event]) -> list[Event]:
-    """Of tasks sorted by start, those that start while the event lasts, and share half of the shorter one's time."""
+    """Of tasks sorted by start, those that start while the event lasts, and share half of the shorter one's time.
+
+    Not those that are over in no time: they hide nothing, and may have no instruction of their own when compiled.
+    """
     near = compute[bisect_left(compute, event.start, key=lambda e: e.start):
                    bisect_left(compute, event.end, key=lambda e: e.start)]
-    return [e for e in near if _share(event, e) >= 0.5]
+    return [e for e in near if _share(event, e) >= 0.5 and _counts(event, e)]
+
+
+def _counts(event: Event, other: Event) -> bool:
+    return other.end - other.start >= WORTH * (event.end - event.start)
 
 
 def _share(one: Event, other: Event) -> float:
