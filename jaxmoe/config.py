@@ -143,7 +143,8 @@ class DegreesConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """kind: "plain" runs without a plan, in whatever order XLA finds.
+    """kind: "plain" runs without a plan, in whatever order XLA finds; "auto" is the fastest that the schedules can be
+    combined to, of any chunk and segment.
 
     cluster: file or shipped name of the cluster whose costs a plan is made with. degrees: None = the fastest in
     simulation. plan: a file to take the plan from instead. chunk: what chunks are cut along. segment: layers planned
@@ -151,7 +152,7 @@ class ScheduleConfig(Section):
     order of tasks to XLA.
     """
 
-    kind: Literal["plain", "sequential", "pipemoe", "fsmoe", "mast", "sp-moe"] = "plain"
+    kind: Literal["plain", "sequential", "pipemoe", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
     cluster: str = "8x8-h100"
     degrees: DegreesConfig | None = None
     plan: str | None = None

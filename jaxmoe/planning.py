@@ -13,11 +13,14 @@ from jax.sharding import PartitionSpec as P
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, load_cluster
 from .plan.schedules import SCHEDULES
-from .plan.simulate import simulate
+from .plan.search import plan as search_plan
+from .plan.search import search
 from .plan.tasks import Degrees, Plan
 from .planned import moe_block
 from .spec import Spec
 
+# schedule.kind -> what makes the plan.
+PLANNERS = SCHEDULES | {"auto": search_plan}
 # train.remat -> families of values that are kept for the backward pass.
 KEPT = {
     "none": SAVED,
@@ -38,8 +41,8 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     block = block_of(cfg, cluster)
     if cfg.schedule.plan is not None:
         return _read(cfg.schedule.plan, block)
-    if cfg.schedule.kind not in SCHEDULES:
-        raise ValueError(f"schedule.kind must be one of {', '.join(SCHEDULES)} to make a plan, "
+    if cfg.schedule.kind not in PLANNERS:
+        raise ValueError(f"schedule.kind must be one of {', '.join(PLANNERS)} to make a plan, "
                          f"got {cfg.schedule.kind!r}")
     degrees = None if cfg.schedule.degrees is None else Degrees(**cfg.schedule.degrees.model_dump())
     return _made(cfg.schedule.kind, block, cluster, degrees, cfg)
@@ -47,18 +50,12 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
 
 def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
     """The plan that cfg asks for, and the modelled seconds of every schedule that can run it, at its best degrees."""
-    block = block_of(cfg, cluster)
-    seconds = {}
-    for kind in SCHEDULES:
-        try:
-            seconds[kind] = simulate(_made(kind, block, cluster, None, cfg), cluster).makespan
-        except ValueError:   # not for this block
-            continue
-    return plan(cfg, cluster), seconds
+    found = search(block_of(cfg, cluster), cluster, slices=cfg.schedule.slices, saved=KEPT[cfg.train.remat])
+    return plan(cfg, cluster), dict(found.seconds)
 
 
 def _made(kind: str, block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any) -> Plan:
-    made = SCHEDULES[kind](block, cluster, degrees, saved=KEPT[cfg.train.remat], slices=cfg.schedule.slices)
+    made = PLANNERS[kind](block, cluster, degrees, saved=KEPT[cfg.train.remat], slices=cfg.schedule.slices)
     return made if cfg.schedule.barriers else replace(made, barriers=False)
 
 
@@ -108,7 +105,7 @@ def _layer_parameters(cfg: Any, mesh: AbstractMesh) -> tuple[dict[str, tuple[int
 @lru_cache(maxsize=64)
 def layer_plan(schedule: str, spec: Spec, batch: int, sequence: int, cluster: str = "8x8-h100") -> Plan:
     """The plan of one MoE layer for a global batch [batch, sequence]."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be None, a Plan or one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if schedule not in PLANNERS:
+        raise ValueError(f"schedule must be None, a Plan or one of {', '.join(PLANNERS)}, got {schedule!r}")
     costs = load_cluster(cluster)
-    return SCHEDULES[schedule](moe_block(spec, batch, sequence, links=dict(costs.links)), costs)
+    return PLANNERS[schedule](moe_block(spec, batch, sequence, links=dict(costs.links)), costs)

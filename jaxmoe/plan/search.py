@@ -19,7 +19,7 @@ from .orders import Order, improved
 from .schedules import SCHEDULES, mast, sp_moe
 from .schedules.base import SLICES, Choice, Orders, Trials, all_degrees
 from .simulate import Timeline, simulate, slowdown
-from .tasks import STREAMS, Degrees, Pass, Plan
+from .tasks import STREAMS, Degrees, Pass, Plan, TaskGraph
 
 FORWARD: tuple[Order, ...] = (*mast.FORWARD, *dict.fromkeys(o.forward for o in sp_moe.ORDERS))
 BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *dict.fromkeys(o.backward for o in sp_moe.ORDERS))
@@ -60,7 +60,7 @@ def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slice
                 combinations.append(found)
                 known, given = min(known, found.seconds), [found.choice.degrees]
     for found in sorted(combinations, key=lambda c: c.seconds)[:FINISHED]:
-        made = found.trials.plan("auto", found.choice)
+        made = found.plan()
         timed.append((simulate(made, cluster), made))
     if not timed:
         raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
@@ -92,19 +92,26 @@ class Combination:
     choice: Choice
 
     @property
+    def graph(self) -> TaskGraph:
+        return self.trials.block.graph(self.choice.degrees, self.trials.saved, self.choice.slices)
+
+    @property
     def seconds(self) -> float:
-        return stack_seconds(self.trials, self.choice)
+        """All segments and the last one's reductions, one after the other, before what flies beside what is tied."""
+        block = self.trials.block
+        tail = math.fsum(durations(self.graph.tail, self.trials.cluster).values())
+        return self.trials.seconds(self.choice) * (block.layers // block.segment) + tail
 
-
-def stack_seconds(trials: Trials, choice: Choice) -> float:
-    """All segments and the last one's reductions, one after the other, before what flies beside what is tied."""
-    block, graph = trials.block, trials.block.graph(choice.degrees, trials.saved, choice.slices)
-    tail = math.fsum(durations(graph.tail, trials.cluster).values())
-    return trials.seconds(choice) * (block.layers // block.segment) + tail
+    def plan(self) -> Plan:
+        """With improved orders where they pay."""
+        orders = self.choice.orders
+        sure = Orders(self.trials.surest(self.graph.forward, (*FORWARD, improved(orders.forward))),
+                      self.trials.surest(self.graph.backward, (*BACKWARD, improved(orders.backward))))
+        return self.trials.plan("auto", replace(self.choice, orders=sure))
 
 
 def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], known: float) -> Combination | None:
-    """The fastest choice, its orders improved; None if no bound of a stack is below `known` seconds."""
+    """The fastest choice; None if no bound of a stack is below `known` seconds."""
     best, count = None, trials.block.layers // trials.block.segment
     for d in degrees:
         choice = Choice(d, Orders(FORWARD[0], BACKWARD[0]), slices[0])
@@ -116,10 +123,7 @@ def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], 
     if best is None:
         return None
     best = min([best, *(_ordered(trials, replace(best, slices=n)) for n in slices[1:])], key=trials.seconds)
-    graph = trials.block.graph(best.degrees, trials.saved, best.slices)
-    finish = lambda pass_, order: fastest(trials, pass_, (order, improved(order)))  # noqa: E731
-    orders = Orders(finish(graph.forward, best.orders.forward), finish(graph.backward, best.orders.backward))
-    return Combination(trials, replace(best, orders=orders))
+    return Combination(trials, best)
 
 
 def _ordered(trials: Trials, choice: Choice) -> Choice:
@@ -132,19 +136,17 @@ def fastest(trials: Trials, pass_: Pass, orders: Iterable[Order]) -> Order:
     return min(orders, key=lambda order: trials.pass_seconds(pass_, order))
 
 
-def explain(found: Found, cluster: Cluster) -> str:
-    """The alternatives, what bounds the plan, and how much faster it would be if something else was. All modelled."""
-    t, p = found.timeline, found.plan
-    lines = [f"{name:14s} {seconds * 1e3:10.2f} ms, {seconds / t.makespan:.2f} x"
-             for name, seconds in sorted(found.seconds.items(), key=lambda item: item[1])]
-    lines.append(f"auto: chunks along the {p.block.chunk}, {p.block.segment} layers together, degrees {p.degrees}, "
-                 f"gradients in {p.slices}; {t.makespan / t.bound_seconds - 1:.1%} above the bound of its tasks")
+def explain(plan: Plan, cluster: Cluster) -> str:
+    """What bounds a plan, and how much faster it would be if something else was. All modelled."""
+    t, block = simulate(plan, cluster), plan.block
     busy = ", ".join(f"{s} {t.busy_seconds[s] / t.makespan:.0%}" for s in STREAMS)
     critical = ", ".join(f"{s} {share:.0%}" for s, share in critical_shares(t).items() if share)
-    lines += [f"busy: {busy}; on the longest chain of waiting: {critical}"]
-    lines += [f"{name} {FASTER:g} times as fast: {t.makespan / simulate(p, other).makespan:.2f} x"
-              for name, other in improvements(cluster).items()]
-    return "\n".join(lines)
+    return "\n".join([
+        f"{plan.schedule}: {block.segment} layers together, cut along the {block.chunk}, degrees {plan.degrees}, "
+        f"gradients in {plan.slices}; {t.makespan / t.bound_seconds - 1:.1%} above the bound of these tasks",
+        f"busy: {busy}; on the longest chain of waiting: {critical}",
+        *(f"{FASTER:g} times as fast {name}: {t.makespan / simulate(plan, other).makespan:.2f} x"
+          for name, other in improvements(cluster).items())])
 
 
 def critical_shares(timeline: Timeline) -> dict[str, float]:

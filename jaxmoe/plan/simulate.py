@@ -14,7 +14,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -362,7 +362,7 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack: float = 1e-3,
+def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack: float = 1e-2,
         contention: Slowdown | None = None) -> tuple[tuple[str, ...], tuple[Span, ...], Timeline]:
     """Order, spans and timeline in which as many collectives as possible are tied to what runs beside them (greedy).
 
@@ -383,6 +383,16 @@ def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack
                 spans, timeline = (*spans, span), trial
                 break
     return issue_order(timeline), spans, timeline
+
+
+def sure_seconds(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], spans: Iterable[Span],
+                 contention: Slowdown | None = None) -> float:
+    """Seconds of the pass if the compiler leaves every collective in line that no span ties to something."""
+    spans = tuple(spans)
+    tied = {s.task for s in spans}
+    tasks = (replace(t, streams=("compute", *t.streams)) if t.is_collective and t.name not in tied else t
+             for t in pass_.tasks)
+    return Prepared(Pass(tuple(tasks)), order, spans).makespan(durations, contention)
 
 
 def _candidates(timeline: Timeline, name: str) -> list[Span]:

@@ -9,11 +9,13 @@ from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..cost import durations
 from ..orders import Order, Quick
-from ..simulate import Prepared, Slowdown, issue_order, pin, simulate_pass
+from ..simulate import Prepared, Slowdown, issue_order, pin, simulate_pass, sure_seconds
 from ..tasks import STREAMS, Degrees, Pass, Plan, Span, Task, TaskGraph
 
 DEGREES = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
+NEAR = 1.02   # times the fastest order's seconds: orders between which certainty decides,
+RIVALS = 3    # at most so many
 Key = Callable[[Task], tuple]
 
 
@@ -129,19 +131,36 @@ class Trials:
         best = self.fastest([Choice(d, o, slices[0]) for o in orders for d in degrees])
         return self.fastest([best, *(Choice(best.degrees, o, n) for o in orders for n in slices[1:])])
 
+    def surest(self, pass_: Pass, orders: Iterable[Order]) -> Order:
+        """Of orders that are nearly the fastest, the one that loses least if XLA leaves untied collectives in line."""
+        ranked = sorted(orders, key=lambda o: self.pass_seconds(pass_, o))
+        least = self.pass_seconds(pass_, ranked[0])
+        near = [o for o in ranked[:RIVALS] if self.pass_seconds(pass_, o) <= least * NEAR]
+        return min(near, key=lambda o: self._sure(pass_, o))
+
+    def _sure(self, pass_: Pass, order: Order) -> float:
+        listed, spans = self.tied(pass_, order)
+        return sure_seconds(pass_, listed, self._cost(pass_)[1], spans, self.contention)
+
+    def tied(self, pass_: Pass, order: Order) -> tuple[tuple[str, ...], tuple[Span, ...]]:
+        """Issue order, and what flies beside what."""
+        seconds = self._cost(pass_)[1]
+        return pin(pass_, self.listed(pass_, order), seconds, contention=self.contention)[:2]
+
+    def listed(self, pass_: Pass, order: Order) -> tuple[str, ...]:
+        """Issue order by start times."""
+        self.pass_seconds(pass_, order)
+        seconds = self._cost(pass_)[1]
+        return issue_order(simulate_pass(pass_, self.orders[id(pass_), order], seconds, contention=self.contention))
+
     def plan(self, name: str, choice: Choice, tied: bool = True) -> Plan:
         """tied: False leaves to XLA what flies beside what. Raises ValueError if the block cannot be cut so."""
         graph = self.block.graph(choice.degrees, self.saved, choice.slices)
-        forward, forward_spans = self._ordered(graph.forward, choice.orders.forward, tied)
-        backward, backward_spans = self._ordered(graph.backward, choice.orders.backward, tied)
+        made = [self.tied(p, o) if tied else (self.listed(p, o), ())
+                for p, o in ((graph.forward, choice.orders.forward), (graph.backward, choice.orders.backward))]
+        (forward, forward_spans), (backward, backward_spans) = made
         return Plan(name, self.block, choice.degrees, forward, backward, forward_spans, backward_spans, self.saved,
                     choice.slices).check()
-
-    def _ordered(self, pass_: Pass, order: Order, tied: bool) -> tuple[tuple[str, ...], tuple[Span, ...]]:
-        self.pass_seconds(pass_, order)
-        seconds = self._cost(pass_)[1]
-        listed = issue_order(simulate_pass(pass_, self.orders[id(pass_), order], seconds, contention=self.contention))
-        return pin(pass_, listed, seconds, contention=self.contention)[:2] if tied else (listed, ())
 
 
 def moe_degrees(block: Block) -> list[Degrees]:
