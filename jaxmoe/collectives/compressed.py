@@ -8,10 +8,13 @@ once (once more between the stages of a hierarchy), so they equal codec="raw" bi
     y, counters = all_gather(w, ("node",), codec="x3p", counters=True)
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +47,16 @@ def no_counters() -> Counters:
     return Counters(*(jnp.zeros((), jnp.float32) for _ in Counters._fields))
 
 
+@overload
+def all_to_all(x: Array, axes: Axes, split_dim: int = 0, concat_dim: int = 0, codec: str | None = None, *,
+               counters: Literal[False] = False, **options: Any) -> Array: ...
+
+
+@overload
+def all_to_all(x: Array, axes: Axes, split_dim: int = 0, concat_dim: int = 0, codec: str | None = None, *,
+               counters: Literal[True], **options: Any) -> tuple[Array, Counters]: ...
+
+
 def all_to_all(x: Array, axes: Axes, split_dim: int = 0, concat_dim: int = 0, codec: str | None = None, **options):
     """As `plain.all_to_all`. Sends b (P-1)/P / ratio bytes and one int32 for agreement; so does its transpose.
 
@@ -57,10 +70,30 @@ def all_to_all(x: Array, axes: Axes, split_dim: int = 0, concat_dim: int = 0, co
                        lambda: plain.all_to_all(x, axes, split_dim, concat_dim), **options)
 
 
+@overload
+def all_gather(x: Array, axes: Axes, dim: int = 0, codec: str | None = None, *,
+               counters: Literal[False] = False, **options: Any) -> Array: ...
+
+
+@overload
+def all_gather(x: Array, axes: Axes, dim: int = 0, codec: str | None = None, *,
+               counters: Literal[True], **options: Any) -> tuple[Array, Counters]: ...
+
+
 def all_gather(x: Array, axes: Axes, dim: int = 0, codec: str | None = None, **options):
     """As `plain.all_gather`. Sends b (P-1) / ratio bytes; the flag is in the payload. Transpose: `reduce_scatter`."""
     return _collective(x, axes, codec, lambda how: AllGather(axes, how, dim), lambda: plain.all_gather(x, axes, dim),
                        **options)
+
+
+@overload
+def reduce_scatter(x: Array, axes: Axes, dim: int = 0, codec: str | None = None, *,
+                   counters: Literal[False] = False, **options: Any) -> Array: ...
+
+
+@overload
+def reduce_scatter(x: Array, axes: Axes, dim: int = 0, codec: str | None = None, *,
+                   counters: Literal[True], **options: Any) -> tuple[Array, Counters]: ...
 
 
 def reduce_scatter(x: Array, axes: Axes, dim: int = 0, codec: str | None = None, **options):
@@ -68,6 +101,16 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0, codec: str | None = None,
     _check_split(x, axes, dim)
     return _collective(x, axes, codec, lambda how: ReduceScatter(axes, how, dim),
                        lambda: plain.reduce_scatter(x, axes, dim), **options)
+
+
+@overload
+def all_reduce(x: Array, axes: Axes, codec: str | None = None, *,
+               counters: Literal[False] = False, **options: Any) -> Array: ...
+
+
+@overload
+def all_reduce(x: Array, axes: Axes, codec: str | None = None, *,
+               counters: Literal[True], **options: Any) -> tuple[Array, Counters]: ...
 
 
 def all_reduce(x: Array, axes: Axes, codec: str | None = None, **options):
@@ -84,7 +127,27 @@ class How:
 
     codec: str
     axes: Axes
-    check: str
+    check: str = "collective"
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether what does not fit is sent raw, in a conditional."""
+        return self.codec != "raw" and self.check == "collective"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("payload_PY", "overflow", "pool_used", "x"),
+         meta_fields=("shape", "dtype"))
+@dataclass(frozen=True)
+class Message:
+    """Coded parts, before or after their way. shape, dtype: of a part. x: what was coded, to be sent raw if it does not
+    fit; None if that never happens. overflow: of this device before the way, of the group after it."""
+
+    payload_PY: Array
+    overflow: Array
+    pool_used: Array
+    x: Array | None
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 class Operation(Protocol):
@@ -92,7 +155,7 @@ class Operation(Protocol):
 
     def apply(self, x: Array) -> tuple[Array, Counters]: ...
 
-    def transposed(self) -> "Operation": ...
+    def transposed(self) -> Operation: ...
 
 
 @dataclass(frozen=True)
@@ -170,7 +233,7 @@ class Vary:
 
 def _collective(x: Array, axes: Axes, codec: str | None, operation: Callable[[How], Operation],
                 uncoded: Callable[[], Array], *, codec_axes: Axes | None = None, check: str = "collective",
-                counters: bool = False, sink: Counters | None = None):
+                counters: bool = False, sink: Counters | None = None) -> Any:
     if check not in CHECKS:
         raise ValueError(f'check must be one of {", ".join(CHECKS)}, got "{check}"')
     if codec_axes is not None and not set(codec_axes) <= set(axes):
@@ -223,54 +286,72 @@ def _gather(x: Array, axes: Axes, how: How, to: str) -> tuple[Array, Counters]:
     def gather(row: Array, over: Axes) -> Array:
         return jax.lax.all_gather(row, over, axis=0, tiled=True, to=to) if over else row
 
-    y, counters = _carry(x[None], how, lambda row: gather(row, how.axes), _any_flag)
+    move = partial(gather, over=how.axes)
+    y, counters = _unpacked(_sent(pack(x[None], how), how, move, lambda m: _any_flag(m, how)), how, move)
     y = coder.from_words(gather(coder.words(y)[None], _plain_axes(axes, how)), x.dtype)
-    sent = _size(how.axes) - 1
-    return _in_order(y, axes, how), counters._replace(wire_bytes=counters.wire_bytes * sent,
-                                                      raw_bytes=counters.raw_bytes * sent)
+    return _in_order(y, axes, how), _scaled(counters, _size(how.axes) - 1)
+
+
+def _any_flag(message: Message, how: How) -> Array:
+    """Every device has every part, flags included, so all see the same."""
+    return coder.overflowed(message.payload_PY, message.shape, message.dtype, how.codec).any()
+
+
+def pack(x: Array, how: How) -> Message:
+    """Parts x [P, ...], coded: the first of three steps of an exchange, which a schedule may place apart."""
+    payload_PY, flags = coder.encode_for(x, x.shape[0], how.codec)
+    kept = x if how.falls_back else None
+    return Message(payload_PY, flags.overflow_P.any(), flags.used_P.max(), kept, x.shape[1:], x.dtype)
+
+
+def send(message: Message, how: How) -> Message:
+    """The same with the parts that the other devices have for this one. Sends the payload and one int32."""
+    return _sent(message, how, partial(_swap, axes=how.axes), lambda m: _agreed(m.overflow, how.axes))
+
+
+def unpack(message: Message, how: How) -> tuple[Array, Counters]:
+    """The parts [P, ...] that arrived; where the group agreed that its values do not fit, they are sent here, raw."""
+    y, counters = _unpacked(message, how, partial(_swap, axes=how.axes))
+    return y, _scaled(counters, 1 - 1 / _size(how.axes))
 
 
 def _coded_exchange(x: Array, how: How, finish: Callable = lambda y: y,
                     decode: Callable = coder.decode_from) -> tuple[Array, Counters]:
     """`_exchange` of dim 0 over the coded axes, with `finish` of the parts."""
-
-    def move(row: Array) -> Array:
-        return jax.lax.all_to_all(row, how.axes, 0, 0, tiled=True)
-
-    def agree(flags: coder.Flags, *_) -> Array:
-        return plain.pmax(flags.overflow_P.any().astype(jnp.int32), how.axes) > 0
-
-    y, counters = _carry(x, how, move, agree, finish, decode)
-    sent = 1 - 1 / _size(how.axes)
-    return y, counters._replace(wire_bytes=counters.wire_bytes * sent, raw_bytes=counters.raw_bytes * sent)
+    message = send(pack(x, how), how)
+    y, counters = _unpacked(message, how, partial(_swap, axes=how.axes), finish, decode)
+    return y, _scaled(counters, 1 - 1 / _size(how.axes))
 
 
-def _any_flag(flags: coder.Flags, payload_PY: Array, *part) -> Array:
-    """Every device has every part, flags included, so all see the same."""
-    return coder.overflowed(payload_PY, *part).any()
+def _swap(row: Array, axes: Axes) -> Array:
+    return jax.lax.all_to_all(row, axes, 0, 0, tiled=True)
 
 
-def _carry(x: Array, how: How, move: Callable[[Array], Array], agree: Callable[..., Array],
-           finish: Callable = lambda y: y, decode: Callable = coder.decode_from) -> tuple[Array, Counters]:
-    """x [P, ...] coded, moved and decoded; moved raw, if the group agrees that it does not fit.
+def _agreed(overflow: Array, axes: Axes) -> Array:
+    return plain.pmax(overflow.astype(jnp.int32), axes) > 0
 
-    decode is to be `finish` of what `decode_from` gives. move takes and returns rows of bytes or words, never floats:
-    XLA:CPU widens those and changes NaN payloads.
-    """
-    part = (x.shape[1:], x.dtype, how.codec)
-    payload_PY, flags = coder.encode_for(x, x.shape[0], how.codec)
-    got_PY = move(payload_PY)
-    wire, raw = float(payload_PY.size), float(x.size * x.dtype.itemsize)
-    if how.codec == "raw":
-        return decode(got_PY, *part), _counters(wire, raw, flags.used_P.max(), 0.0)
-    if how.check == "deferred":
-        overflow = flags.overflow_P.any().astype(jnp.float32)
-        return decode(got_PY, *part), _counters(wire, raw, flags.used_P.max(), overflow)
-    overflow = agree(flags, got_PY, *part)
-    y = jax.lax.cond(overflow, lambda got_PY, x: finish(coder.from_words(move(coder.words(x)), x.dtype)),
-                     lambda got_PY, x: decode(got_PY, *part), got_PY, x)
-    fallback = overflow.astype(jnp.float32)
-    return y, _counters(wire + fallback * raw, raw, flags.used_P.max(), fallback)
+
+def _sent(message: Message, how: How, move: Callable[[Array], Array], agree: Callable[[Message], Array]) -> Message:
+    """move takes and returns rows of bytes or words, never floats: XLA:CPU widens those and changes NaN payloads."""
+    moved = replace(message, payload_PY=move(message.payload_PY))
+    return replace(moved, overflow=agree(moved)) if how.falls_back else moved
+
+
+def _unpacked(message: Message, how: How, move: Callable[[Array], Array], finish: Callable = lambda y: y,
+              decode: Callable = coder.decode_from) -> tuple[Array, Counters]:
+    """decode is to be `finish` of what `decode_from` gives."""
+    part = (message.shape, message.dtype, how.codec)
+    raw = float(message.payload_PY.shape[0] * coder.wire_bytes(message.shape, message.dtype, "raw"))
+    wire, fallback = float(message.payload_PY.size), message.overflow.astype(jnp.float32)
+    if message.x is None:
+        return decode(message.payload_PY, *part), _counters(wire, raw, message.pool_used, fallback)
+    y = jax.lax.cond(message.overflow, lambda payload_PY, x: finish(coder.from_words(move(coder.words(x)), x.dtype)),
+                     lambda payload_PY, x: decode(payload_PY, *part), message.payload_PY, message.x)
+    return y, _counters(wire + fallback * raw, raw, message.pool_used, fallback)
+
+
+def _scaled(counters: Counters, sent: float) -> Counters:
+    return counters._replace(wire_bytes=counters.wire_bytes * sent, raw_bytes=counters.raw_bytes * sent)
 
 
 def _counters(*values) -> Counters:
