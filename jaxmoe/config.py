@@ -149,10 +149,11 @@ class ScheduleConfig(Section):
     cluster: file or shipped name of the cluster whose costs a plan is made with. degrees: None = the fastest in
     simulation. plan: a file to take the plan from instead. chunk: what chunks are cut along. segment: layers planned
     together. slices: pieces of the dense gradient's reduction; None = the schedule's choice. barriers: False leaves the
-    order of tasks to XLA.
+    order of tasks to XLA. sm_aware: ties tasks so that links get their multiprocessors first (see
+    `jaxmoe.plan.passes.sm`).
     """
 
-    kind: Literal["plain", "sequential", "pipemoe", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
+    kind: Literal["plain", "sequential", "pipemoe", "parm-s1", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
     cluster: str = "8x8-h100"
     degrees: DegreesConfig | None = None
     plan: str | None = None
@@ -160,6 +161,7 @@ class ScheduleConfig(Section):
     segment: PositiveInt = 1
     slices: PositiveInt | None = None
     barriers: bool = True
+    sm_aware: bool = False
 
 
 class CodecConfig(Section):

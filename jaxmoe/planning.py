@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, load_cluster
+from .plan.passes import sm_aware
 from .plan.schedules import SCHEDULES
 from .plan.search import plan as search_plan
 from .plan.search import search
@@ -56,6 +57,7 @@ def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
 
 def _made(kind: str, block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any) -> Plan:
     made = PLANNERS[kind](block, cluster, degrees, saved=KEPT[cfg.train.remat], slices=cfg.schedule.slices)
+    made = sm_aware(made, cluster) if cfg.schedule.sm_aware else made
     return made if cfg.schedule.barriers else replace(made, barriers=False)
 
 
@@ -69,7 +71,7 @@ def _read(path: str, block: Block) -> Plan:
     except OSError as e:
         raise ValueError(f"schedule.plan {path!r} cannot be read: {e.strerror}") from e
     for name in Block.__dataclass_fields__:
-        if name not in ("links", "chunk", "segment") and getattr(found.block, name) != getattr(block, name):
+        if name not in ("links", "chunk", "segment", "fused") and getattr(found.block, name) != getattr(block, name):
             raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "
                              f"has {getattr(block, name)!r}")
     return found

@@ -66,8 +66,11 @@ class Block:
     "slots"), or rows that it sends to each device with experts ("ragged"). attention: False = MoE layers only, without
     residual sums.
     groups: capacity groups of a device, 0 = one a sequence. by_token: no token is dropped, and none's experts depend on
-    another token. layers: of the stack; segment: layers that are planned together, and repeated. axes: mesh axis ->
-    size. links: mesh axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params: of one layer.
+    another token. fused: one All-to-All to all devices with a part of an expert, each of which gets every row of it,
+    and one back whose partial outputs are summed where they arrive, instead of collectives over `expert` and over
+    `expert_shard` (layout "slots"). layers: of the stack; segment: layers that are planned together, and repeated.
+    axes: mesh axis -> size. links: mesh axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params:
+    of one layer.
     """
 
     batch: int
@@ -81,6 +84,7 @@ class Block:
     chunk: Literal["slots", "batch", "sequence"] = "slots"
     groups: int = 0
     by_token: bool = True
+    fused: bool = False
     gated: bool = True
     shared_experts: int = 0
     attention: bool = False
@@ -101,6 +105,8 @@ class Block:
         for axis, link in self.links:
             if link not in STREAMS[1:]:
                 raise ValueError(f"links.{axis} must be one of {', '.join(STREAMS[1:])}, got {link!r}")
+        if self.fused and self.layout != "slots":
+            raise ValueError(f'a fused All-to-All needs moe.dispatch.kind="slots", got "{self.layout}"')
         if self.chunk == "sequence" and not self.by_token:
             raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come "
                              "before second ones of earlier tokens, and tokens must choose experts: use "
@@ -125,6 +131,17 @@ class Block:
         """Links that a collective over these axes holds; "inter" where nothing is said."""
         used = {dict(self.links).get(a, "inter") for a in axes if dict(self.axes)[a] > 1}
         return tuple(s for s in STREAMS[1:] if s in used) or ("inter",)
+
+    @property
+    def exchanges(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Axes of the All-to-Alls, and of what gathers rows and sums outputs."""
+        expert, shard = self.role("expert"), self.role("expert_shard")
+        return ((*expert, *shard), ()) if self.fused else (expert, shard)
+
+    @property
+    def copies(self) -> int:
+        """Devices that an All-to-All sends the same rows to."""
+        return self.size(self.role("expert_shard")) if self.fused else 1
 
     @property
     def tokens(self) -> int:
@@ -280,9 +297,9 @@ class _Builder:
 
     def _experts(self, j: int, i: int, sizes: list[str]) -> None:
         b, at = self.b, f".{j}.{i}"
-        expert, shard = b.role("expert"), b.role("expert_shard")
+        expert, shard = b.exchanges
         p, q, rows = b.size(expert), b.size(shard), self._slots()
-        value, sent = f"slots{at}", rows * b.d_model
+        value, sent = f"slots{at}", rows * b.copies * b.d_model
         if p > 1:
             self.add("dispatch", (j, i), [value], [f"recv{at}" if q > 1 else f"rows{at}"], expert, "all_to_all",
                      count=sent * (p - 1) / p)
@@ -291,7 +308,7 @@ class _Builder:
             self.add("expert_gather", (j, i), [value], [f"rows{at}"], shard, "all_gather", count=sent * (q - 1))
         into = f"rows{at}" if p * q > 1 else value
         matrices = 2 if b.gated else 1
-        flops = 2 * rows * q * b.d_model * b.d_ff / q
+        flops = 2 * rows * b.d_model * b.d_ff
         weights = [n for n in self._names("experts") if n != "w_down_EFD"]
         self.add("experts_up", (j, i), [into, *weights, *sizes], [f"hidden{at}"], kind="matmul", flops=flops * matrices)
         out = [f"part{at}" if q > 1 else f"out{at}" if p > 1 else f"back{at}"]

@@ -8,6 +8,7 @@ Every schedule's own plan competes, so that none is faster in simulation.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,11 +78,12 @@ def _singles(block: Block, cluster: Cluster, degrees, slices, saved) -> dict[str
 
 
 def variants(block: Block) -> Iterator[list[Block]]:
-    """For each way to cut chunks, the block at its segment; if that is one layer, at each of `SEGMENTS` that fits."""
+    """For each way to cut chunks and to exchange rows, the block at its segment, or at `SEGMENTS` if that is 1."""
     segments = [s for s in SEGMENTS if block.layers % s == 0] if block.segment == 1 else [block.segment]
-    for chunk in ("slots", "batch", "sequence"):
-        with contextlib.suppress(ValueError):   # chunks along the sequence would drop tokens
-            yield [replace(block, chunk=chunk, segment=s) for s in segments]
+    fused = (False, True) if block.size(block.role("expert_shard")) > 1 else (False,)
+    for chunk, exchange in itertools.product(("slots", "batch", "sequence"), fused):
+        with contextlib.suppress(ValueError):   # chunks along the sequence would drop tokens, or rows are ragged
+            yield [replace(block, chunk=chunk, fused=exchange, segment=s) for s in segments]
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def explain(plan: Plan, cluster: Cluster) -> str:
     critical = ", ".join(f"{s} {share:.0%}" for s, share in critical_shares(t).items() if share)
     return "\n".join([
         f"{plan.schedule}: {block.segment} layers together, cut along the {block.chunk}, degrees {plan.degrees}, "
-        f"gradients in {plan.slices}; {t.makespan / t.bound_seconds - 1:.1%} above the bound of these tasks",
+        f"{'one All-to-All over both links, ' if block.fused else ''}gradients in {plan.slices}; {t.makespan / t.bound_seconds - 1:.1%} above the bound of these tasks",
         f"busy: {busy}; on the longest chain of waiting: {critical}",
         *(f"{FASTER:g} times as fast {name}: {t.makespan / simulate(plan, other).makespan:.2f} x"
           for name, other in improvements(cluster).items())])

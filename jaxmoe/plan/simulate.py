@@ -374,7 +374,7 @@ def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack
     limit = timeline.makespan * (1 + slack)
     spans: tuple[Span, ...] = ()
     for event in _by_start(timeline, True):
-        for span in _candidates(timeline, event.task.name):
+        for span in candidates(timeline, event.task.name):
             try:
                 trial = simulate_pass(pass_, order, durations, (*spans, span), contention)
             except ValueError:   # the tasks wait for each other
@@ -395,7 +395,7 @@ def sure_seconds(pass_: Pass, order: Sequence[str], durations: Mapping[str, floa
     return Prepared(Pass(tuple(tasks)), order, spans).makespan(durations, contention)
 
 
-def _candidates(timeline: Timeline, name: str) -> list[Span]:
+def candidates(timeline: Timeline, name: str) -> list[Span]:
     """Spans of a collective, those that delay nothing first."""
     event = next(e for e in timeline.events if e.task.name == name)
     compute = [e for e in _by_start(timeline, False) if _counts(event, e)]

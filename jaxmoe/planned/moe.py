@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..compat import vary_over
-from ..experts import ExpertWeights, experts_down, experts_up
+from ..experts import experts_down, experts_up
 from ..norm import rms_norm
 from ..plan.block import Block
 from ..plan.execute import Verb
@@ -18,7 +18,7 @@ from ..routing.losses import conclusions, tally, total
 from ..routing.tokens import in_group_order, outputs_of, tokens_of
 from ..spec import Spec
 from ..types import Groups, Routing
-from .pieces import by_family, part_of, piece, piece_gradient
+from .pieces import by_family, expert_weights, part_of, piece, piece_gradient
 
 
 class Layout(Protocol):
@@ -176,17 +176,13 @@ class MoEVerbs:
                 found[v] = jnp.where(choice["valid"][:, None], d_TD, 0)
         return tuple(found[v] for v in wants)
 
-    def _shared_weights(self, values: dict[str, list]) -> ExpertWeights:
-        get = lambda name: values.get(f"shared_{name}", [None])[0]  # noqa: E731
-        return ExpertWeights(get("w_up_EDF"), get("w_down_EFD"), get("w_gate_EDF"))
-
     def shared_up(self, task: Task, reads, consts):
         values = by_family(task.reads, reads)
-        w = self._shared_weights(values)
+        w = expert_weights(values, "shared_")
         n_TD = values["n"][0]
         return (experts_up(jnp.broadcast_to(n_TD, (1, w.up_EDF.shape[0], *n_TD.shape)), w),)
 
     def shared_down(self, task: Task, reads, consts):
         values = by_family(task.reads, reads)
-        w = self._shared_weights(values)
+        w = expert_weights(values, "shared_")
         return (experts_down(values["shared_hidden"][0], w, self.spec.activation)[0].sum(0),)

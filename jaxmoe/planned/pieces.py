@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from ..experts import ExpertWeights
 from ..plan.block import family
 from ..plan.tasks import Task
 
@@ -13,6 +14,12 @@ def by_family(names: tuple[str, ...], values: tuple) -> dict[str, list]:
     for name, value in zip(names, values, strict=True):
         found.setdefault(family(name), []).append(value)
     return found
+
+
+def expert_weights(values: dict[str, list], prefix: str = "") -> ExpertWeights:
+    """Those that a task reads; None where it does not."""
+    up, down, gate = (values.get(prefix + name, [None])[0] for name in ("w_up_EDF", "w_down_EFD", "w_gate_EDF"))
+    return ExpertWeights(up, down, gate)  # type: ignore[arg-type]
 
 
 def part_of(task: Task) -> int:

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from ..collectives import all_gather, all_to_all, pmax, reduce_scatter
 from ..dispatch.ragged import further_rounds, inverse, one_round, sizes_in_window, sort_pairs, sort_rows, window
 from ..dispatch.rows import pack, sum_over_choices, unpack
-from ..experts import ExpertWeights, grouped_down, grouped_up
+from ..experts import grouped_down, grouped_up
 from ..plan.block import Block
 from ..plan.execute import Verb
 from ..plan.tasks import Degrees, Task
 from ..spec import Spec
 from ..types import Groups, Routing
-from .pieces import by_family
+from .pieces import by_family, expert_weights
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RaggedLayout:
         if self.bucket * self.chunks >= send.most:
             return y_TD
         n_TD = extra["n"][0]
-        w = jax.tree.map(lambda a: a.astype(n_TD.dtype), self._weights(extra))
+        w = jax.tree.map(lambda a: a.astype(n_TD.dtype), expert_weights(extra))
         run = one_round(self.bucket, self.spec.activation, self.spec.roles)
         return y_TD + further_rounds(run, self.chunks, choice["rounds"], y_TD, n_TD, weights_TK, w, send,
                                      extra["sizes"][0]["whole"])
@@ -93,10 +93,6 @@ class RaggedLayout:
             chunks.append((sizes_PE.sum(0), sort_rows(sizes_PE, self.bucket)))
         return ({"whole": whole_PE, "chunks": tuple(chunks)},)
 
-    def _weights(self, values: dict[str, list]) -> ExpertWeights:
-        get = lambda name: values.get(name, [None])[0]  # noqa: E731
-        return ExpertWeights(get("w_up_EDF"), get("w_down_EFD"), get("w_gate_EDF"))
-
     def _chunk(self, task: Task, values: dict[str, list]):
         return values["sizes"][0]["chunks"][task.chunk if self.block.chunk == "slots" else 0]
 
@@ -104,7 +100,7 @@ class RaggedLayout:
         values = by_family(task.reads, reads)
         sizes_E, sort = self._chunk(task, values)
         rows_RD = (values.get("rows") or values["slots"])[0]
-        return (grouped_up(pack(rows_RD, sort), sizes_E, self._weights(values)),)
+        return (grouped_up(pack(rows_RD, sort), sizes_E, expert_weights(values)),)
 
     def up_gradient(self, task: Task, cotangents, values, consts):
         """Of the rows: their values are not needed, so their place is taken by zeros. Of the weights: as JAX has it."""
@@ -112,7 +108,7 @@ class RaggedLayout:
             return NotImplemented
         (g_RF,) = cotangents
         named = by_family(tuple(values), tuple(values.values()))
-        w = self._weights(named)
+        w = expert_weights(named)
         sizes_E, sort = self._chunk(task, named)
         x_RD = 0 * (g_RF[0] @ w.up_EDF[0].T.astype(g_RF[0].dtype))
         _, pullback = jax.vjp(lambda x: grouped_up(pack(x, sort), sizes_E, w), x_RD)
@@ -121,7 +117,7 @@ class RaggedLayout:
     def down(self, task: Task, reads, consts):
         values = by_family(task.reads, reads)
         sizes_E, sort = self._chunk(task, values)
-        out_RD = grouped_down(values["hidden"][0], sizes_E, self._weights(values), self.spec.activation)
+        out_RD = grouped_down(values["hidden"][0], sizes_E, expert_weights(values), self.spec.activation)
         return (pack(out_RD, inverse(sort)),)
 
 

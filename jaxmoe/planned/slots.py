@@ -13,13 +13,13 @@ from ..collectives import all_gather, all_to_all, reduce_scatter
 from ..dispatch import Slots
 from ..dispatch.rows import pack, sum_over_choices, unpack
 from ..dispatch.slots import index
-from ..experts import ExpertWeights, experts_down, experts_up, experts_up_gradient
+from ..experts import experts_down, experts_up, experts_up_gradient
 from ..plan.block import Block
 from ..plan.execute import Verb
 from ..plan.tasks import Degrees, Task
 from ..spec import Spec
 from ..types import Groups, Routing, RowIndex
-from .pieces import by_family
+from .pieces import by_family, expert_weights
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,10 @@ class SlotsLayout:
         return unpack(back_ECD.reshape(-1, back_ECD.shape[-1]), weights_TK, choice["where"])
 
     def table(self) -> dict[str, Verb]:
-        roles = self.spec.roles
         return {
             "pack": Verb(self.pack, self.pack_gradient),
-            "dispatch": Verb(self._one(lambda a: self.sent(a, roles.expert)),
-                             self._one_back(lambda g: self.returned(g, roles.expert))),
-            "combine": Verb(self._one(lambda a: self.returned(a, roles.expert)),
-                            self._one_back(lambda g: self.sent(g, roles.expert))),
+            "dispatch": Verb(self._one(self.sent), self._one_back(self.returned)),
+            "combine": Verb(self._one(self.returned), self._one_back(self.sent)),
             "expert_gather": Verb(self._one(self.gathered), self._one_back(self.scattered)),
             "expert_reduce": Verb(self._one(self.scattered), self._one_back(self.gathered)),
             "experts_up": Verb(self.up, self.up_gradient), "experts_down": Verb(self.down),
@@ -91,14 +88,24 @@ class SlotsLayout:
         g_TD = sum_over_choices(g_ECD.reshape(-1, g_ECD.shape[-1]), choice["where"].row_TK)
         return (g_TD.astype(g_ECD.dtype),)
 
-    def sent(self, slots_ECD, axes):
-        """[E, C, D] -> [senders, local E, C, D]."""
-        n = self.block.size(axes)
+    def sent(self, slots_ECD):
+        """[E, C, D] -> [senders, local E, C, D]; a copy to each device with a part of the expert, if fused."""
+        axes, _ = self.block.exchanges
+        n, copies = self.block.size(axes), self.block.copies
+        if copies > 1:
+            blocks = slots_ECD.reshape(n // copies, 1, -1, *slots_ECD.shape[1:])
+            slots_ECD = jnp.repeat(blocks, copies, 1).reshape(-1, *slots_ECD.shape[1:])
         return all_to_all(slots_ECD, axes).reshape(n, -1, *slots_ECD.shape[1:])
 
-    def returned(self, rows_PECD, axes):
-        """[senders, local E, C, D] -> [E, C, D]."""
-        return all_to_all(rows_PECD.reshape(-1, *rows_PECD.shape[-2:]), axes)
+    def returned(self, rows_PECD):
+        """[senders, local E, C, D] -> [E, C, D]; the sum over copies, if fused."""
+        axes, _ = self.block.exchanges
+        n, copies = self.block.size(axes), self.block.copies
+        back_PCD = all_to_all(rows_PECD.reshape(-1, *rows_PECD.shape[-2:]), axes)
+        if copies == 1:
+            return back_PCD
+        partial = back_PCD.reshape(n // copies, copies, -1, *back_PCD.shape[1:])
+        return partial.sum(1).reshape(-1, *back_PCD.shape[1:])
 
     def gathered(self, rows):
         """Rows of all devices that hold a part of the same experts, in a new leading dim."""
@@ -107,10 +114,6 @@ class SlotsLayout:
     def scattered(self, rows):
         return reduce_scatter(rows, self.spec.roles.expert_shard)[0]
 
-    def _weights(self, values: dict[str, list]) -> ExpertWeights:
-        get = lambda name: values.get(name, [None])[0]  # noqa: E731
-        return ExpertWeights(get("w_up_EDF"), get("w_down_EFD"), get("w_gate_EDF"))
-
     def _rows(self, values: dict[str, list]):
         """What reaches the experts: "rows", or "slots" where nothing is exchanged."""
         return (values.get("rows") or values["slots"])[0]
@@ -118,22 +121,22 @@ class SlotsLayout:
     def up(self, task: Task, reads, consts):
         values = by_family(task.reads, reads)
         rows = self._rows(values)
-        return (experts_up(rows.reshape(-1, *rows.shape[-3:]), self._weights(values)),)
+        return (experts_up(rows.reshape(-1, *rows.shape[-3:]), expert_weights(values)),)
 
     def up_gradient(self, task: Task, cotangents, values, consts):
         """Of the rows: their values are not needed. Of the weights: as JAX has it."""
         if task.direction != "input_grad":
             return NotImplemented
         (g_EGCF,) = cotangents
-        g_GECD = experts_up_gradient(g_EGCF, self._weights(by_family(tuple(values), tuple(values.values()))))
+        g_GECD = experts_up_gradient(g_EGCF, expert_weights(by_family(tuple(values), tuple(values.values()))))
         return (g_GECD.reshape(*self._lead(), *g_GECD.shape[-3:]),)
 
     def _lead(self) -> tuple[int, ...]:
         """Leading dims of rows, by what has been exchanged."""
-        p, q = (self.block.size(axes) for axes in (self.spec.roles.expert, self.spec.roles.expert_shard))
+        p, q = (self.block.size(axes) for axes in self.block.exchanges)
         return (*((q,) if q > 1 else ()), *((p,) if p > 1 else ()))
 
     def down(self, task: Task, reads, consts):
         values = by_family(task.reads, reads)
-        out_GECD = experts_down(values["hidden"][0], self._weights(values), self.spec.activation)
+        out_GECD = experts_down(values["hidden"][0], expert_weights(values), self.spec.activation)
         return (out_GECD.reshape(*self._lead(), *out_GECD.shape[-3:]),)

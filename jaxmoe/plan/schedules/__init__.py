@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from ..tasks import Plan
-from . import fsmoe, mast, pipemoe, sequential, sp_moe
+from . import fsmoe, mast, parm, pipemoe, sequential, sp_moe
 
 SCHEDULES: dict[str, Callable[..., Plan]] = {
     "sequential": sequential.plan,
     "pipemoe": pipemoe.plan,
+    "parm-s1": parm.plan_s1,
     "fsmoe": fsmoe.plan,
     "mast": mast.plan,
     "sp-moe": sp_moe.plan,
