@@ -145,7 +145,8 @@ def explain(plan: Plan, cluster: Cluster) -> str:
     critical = ", ".join(f"{s} {share:.0%}" for s, share in critical_shares(t).items() if share)
     return "\n".join([
         f"{plan.schedule}: {block.segment} layers together, cut along the {block.chunk}, degrees {plan.degrees}, "
-        f"{'one All-to-All over both links, ' if block.fused else ''}gradients in {plan.slices}; {t.makespan / t.bound_seconds - 1:.1%} above the bound of these tasks",
+        f"{'one All-to-All over all parts of experts, ' if block.fused else ''}gradients in {plan.slices}; "
+        f"{t.makespan / t.bound_seconds - 1:.1%} above the bound of these tasks",
         f"busy: {busy}; on the longest chain of waiting: {critical}",
         *(f"{FASTER:g} times as fast {name}: {t.makespan / simulate(plan, other).makespan:.2f} x"
           for name, other in improvements(cluster).items())])
