@@ -116,14 +116,17 @@ class Trials:
         return self.costs[id(pass_)]
 
     def fastest(self, choices: Iterable[Choice]) -> Choice:
-        """The first of the fastest. Raises ValueError if the block can be cut like none of several."""
+        """The first of the fastest; one that the block cannot be cut like if that is so for all, at equal degrees.
+
+        Raises ValueError if the block can be cut at none of several degrees.
+        """
         choices = tuple(choices)
-        if len(choices) == 1:
-            return choices[0]
         fit = [c for c in choices if self.graph(c) is not None]
-        if not fit:
+        if fit:
+            return min(fit, key=self.seconds)
+        if len({c.degrees for c in choices}) > 1:
             raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
-        return min(fit, key=self.seconds)
+        return choices[0]
 
     def search(self, orders: Iterable[Orders], degrees: Iterable[Degrees], slices: Iterable[int] = (1,)) -> Choice:
         """The fastest orders and degrees at the first number of slices; then, at these degrees, orders and slices."""
