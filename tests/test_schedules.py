@@ -12,7 +12,7 @@ from test_prove import needs_compiler
 from jaxmoe.config import load_config
 from jaxmoe.plan.block import SAVED
 from jaxmoe.plan.closed_forms import fsmoe_slack_seconds
-from jaxmoe.plan.cluster import load_cluster
+from jaxmoe.plan.cluster import Cluster, load_cluster
 from jaxmoe.plan.cost import durations
 from jaxmoe.plan.orders import Quick, behind, descend, fed, list_order, topological
 from jaxmoe.plan.passes import sm_aware
@@ -25,7 +25,9 @@ from jaxmoe.planning import plan
 from jaxmoe.proof import prove
 
 H100 = load_cluster("8x8-h100")
-WAITING = H100.model_copy(update={"contention": H100.contention.model_copy(update={"links_wait": True})})
+WAITING = Cluster.model_validate(
+    H100.model_dump() | {"contention": {"origin": "ours", "sms_for_links": {"intra": 16, "inter": 8},
+                                        "links_wait": True}})
 SHAPES = {"slots": block(), "ragged": block(dispatch="ragged"), "batch": block(chunk="batch"),
           "sequence": block(dispatch="ragged", chunk="sequence"), "model": block("model", dispatch="ragged")}
 
@@ -216,7 +218,7 @@ CHUNKS = 'schedule.degrees={moe_forward=4,moe_backward=4,dense_forward=%d,dense_
 @pytest.mark.parametrize("options", [
     ["schedule.kind=fsmoe", CHUNKS % (1, 1), "schedule.slices=4"],
     ["schedule.kind=mast", "schedule.slices=4"],
-    ["schedule.kind=sp-moe", CHUNKS % (4, 4), 'moe.dispatch={kind="slots",capacity_factor=4.0}'],
+    ["schedule.kind=sp-moe", CHUNKS % (4, 4), "schedule.slices=4", 'moe.dispatch={kind="slots",capacity_factor=4.0}'],
     ["schedule.kind=auto"],
 ], ids=["fsmoe", "mast", "sp-moe", "auto"])
 def test_what_plans_promise_is_compiled(options):
@@ -232,8 +234,10 @@ def test_what_plans_promise_is_compiled(options):
     if found.block.chunk == "sequence":
         assert any("attend" in t for n, b in beside.items() if n.startswith("combine") and n.endswith("@0")
                    for t in b if t.endswith("@1"))
-    if found.slices > 1:
-        assert any(b & products for n, b in beside.items() if n.startswith("grad_reduce"))
+    slices = {n: b for n, b in beside.items() if n.startswith("grad_reduce")}
+    assert all(slices.values()) and any(slices)
+    if found.schedule == "fsmoe":
+        assert all(b & products for b in slices.values())
 
 
 def test_random_layers_are_never_planned_slower():

@@ -1,8 +1,9 @@
 """The planner behind "auto": the fastest plan in simulation of all that the schedules can be combined to (ours).
 
 What chunks are cut along, layers planned together, degrees, the order of each pass and slices of gradients are chosen
-together, with the cluster's contention in the model. A cut whose bound is above what is found already is not ordered.
-Every schedule's own plan competes, so that none is faster in simulation.
+together, with the cluster's contention in the model. A cut goes no further if its bound, or its best order without
+contention, is above what is found already; of the rest, the best orders are simulated with contention. Every schedule's
+own plan competes, so that none is faster in simulation.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from .orders import Order, improved
 from .schedules import SCHEDULES, mast, sp_moe
 from .schedules.base import SLICES, Choice, Orders, Trials, all_degrees
 from .simulate import Timeline, simulate, slowdown
-from .tasks import STREAMS, Degrees, Pass, Plan, TaskGraph
+from .tasks import STREAMS, Degrees, Plan, TaskGraph
 
 FORWARD: tuple[Order, ...] = (*mast.FORWARD, *dict.fromkeys(o.forward for o in sp_moe.ORDERS))
 BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *dict.fromkeys(o.backward for o in sp_moe.ORDERS))
 SEGMENTS = (1, 2)
+TRIED = 3        # orders of a pass that are simulated with contention
 FINISHED = 2     # combinations of which what flies beside what is tied
 FASTER = 2.0     # what `explain` tries
 
@@ -113,29 +115,31 @@ class Combination:
 
 
 def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], known: float) -> Combination | None:
-    """The fastest choice; None if no bound of a stack is below `known` seconds."""
+    """The fastest choice; None if no stack takes less than `known` seconds without contention."""
     best, count = None, trials.block.layers // trials.block.segment
     for d in degrees:
         choice = Choice(d, Orders(FORWARD[0], BACKWARD[0]), slices[0])
         if trials.graph(choice) is None or trials.bound(choice) * count >= known:
             continue
-        choice = _ordered(trials, choice)
-        if best is None or trials.seconds(choice) < trials.seconds(best):
+        choice = _ordered(trials, choice, known / count)
+        if choice is not None and (best is None or trials.seconds(choice) < trials.seconds(best)):
             best = choice
     if best is None:
         return None
-    best = min([best, *(_ordered(trials, replace(best, slices=n)) for n in slices[1:])], key=trials.seconds)
-    return Combination(trials, best)
+    others = [_ordered(trials, replace(best, slices=n), trials.seconds(best)) for n in slices[1:]]
+    return Combination(trials, min([best, *(o for o in others if o is not None)], key=trials.seconds))
 
 
-def _ordered(trials: Trials, choice: Choice) -> Choice:
+def _ordered(trials: Trials, choice: Choice, known: float) -> Choice | None:
+    """With the fastest orders of those that are among the fastest without contention, if these take less than known."""
     graph = trials.block.graph(choice.degrees, trials.saved, choice.slices)
-    return replace(choice, orders=Orders(fastest(trials, graph.forward, FORWARD),
-                                         fastest(trials, graph.backward, BACKWARD)))
-
-
-def fastest(trials: Trials, pass_: Pass, orders: Iterable[Order]) -> Order:
-    return min(orders, key=lambda order: trials.pass_seconds(pass_, order))
+    ranked = [sorted(orders, key=lambda order, p=pass_: trials.alone(p, order))[:TRIED]
+              for pass_, orders in ((graph.forward, FORWARD), (graph.backward, BACKWARD))]
+    if trials.alone(graph.forward, ranked[0][0]) + trials.alone(graph.backward, ranked[1][0]) >= known:
+        return None
+    forward = min(ranked[0], key=lambda order: trials.pass_seconds(graph.forward, order))
+    backward = min(ranked[1], key=lambda order: trials.pass_seconds(graph.backward, order))
+    return replace(choice, orders=Orders(forward, backward))
 
 
 def explain(plan: Plan, cluster: Cluster) -> str:

@@ -78,6 +78,7 @@ class Trials:
     saved: tuple[str, ...] = SAVED
     contention: Slowdown | None = None
     tried: dict[tuple, float] = field(default_factory=dict)
+    ideal: dict[tuple, float] = field(default_factory=dict)
     orders: dict[tuple, tuple[str, ...]] = field(default_factory=dict)
     costs: dict[int, tuple[Pass, dict[str, float], Quick]] = field(default_factory=dict)
 
@@ -97,11 +98,19 @@ class Trials:
     def pass_seconds(self, pass_: Pass, order: Order) -> float:
         key = id(pass_), order
         if key not in self.tried:
+            alone = self.alone(pass_, order)
+            self.tried[key] = alone if self.contention is None else (
+                Prepared(pass_, self.orders[key]).makespan(self._cost(pass_)[1], self.contention))
+        return self.tried[key]
+
+    def alone(self, pass_: Pass, order: Order) -> float:
+        """Seconds without contention: as long or shorter, and quick to get."""
+        key = id(pass_), order
+        if key not in self.ideal:
             _, seconds, quick = self._cost(pass_)
             self.orders[key] = order(pass_, seconds)
-            self.tried[key] = (quick.makespan(self.orders[key]) if self.contention is None else
-                               Prepared(pass_, self.orders[key]).makespan(seconds, self.contention))
-        return self.tried[key]
+            self.ideal[key] = quick.makespan(self.orders[key])
+        return self.ideal[key]
 
     def bound(self, choice: Choice) -> float:
         """Seconds of a segment that no order goes below."""
