@@ -1,6 +1,7 @@
 """Collectives over a tuple of mesh axes; () is the identity, so that one code path serves every mesh."""
 
 from .compressed import Counters as Counters
+from .compressed import added as added
 from .compressed import all_gather as all_gather
 from .compressed import all_reduce as all_reduce
 from .compressed import all_to_all as all_to_all

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import jax
@@ -40,6 +40,12 @@ class Counters(NamedTuple):
     raw_bytes: Array
     pool_used: Array
     fallbacks: Array
+
+
+def added(*counters: Counters) -> Counters:
+    """Those of several collectives."""
+    wire, raw, used, fallbacks = zip(*counters, strict=True)
+    return Counters(reduce(jnp.add, wire), reduce(jnp.add, raw), reduce(jnp.maximum, used), reduce(jnp.add, fallbacks))
 
 
 def no_counters() -> Counters:
@@ -166,8 +172,8 @@ class AllToAll:
     concat_dim: int
 
     def apply(self, x: Array) -> tuple[Array, Counters]:
-        y, counters = _exchange(_cut(x, self.axes, self.split_dim), self.axes, self.how)
-        return _joined(y, self.concat_dim), counters
+        y, counters = _exchange(cut(x, self.axes, self.split_dim), self.axes, self.how)
+        return joined(y, self.concat_dim), counters
 
     def transposed(self) -> Operation:
         return replace(self, split_dim=self.concat_dim, concat_dim=self.split_dim)
@@ -181,7 +187,7 @@ class AllGather:
 
     def apply(self, x: Array) -> tuple[Array, Counters]:
         y, counters = _gather(x, self.axes, self.how, "varying")
-        return _joined(y, self.dim), counters
+        return joined(y, self.dim), counters
 
     def transposed(self) -> Operation:
         return ReduceScatter(self.axes, self.how, self.dim)
@@ -194,7 +200,7 @@ class ReduceScatter:
     dim: int
 
     def apply(self, x: Array) -> tuple[Array, Counters]:
-        return _reduce(_cut(x, self.axes, self.dim), self.axes, self.how)
+        return _reduce(cut(x, self.axes, self.dim), self.axes, self.how)
 
     def transposed(self) -> Operation:
         return AllGather(self.axes, self.how, self.dim)
@@ -210,9 +216,7 @@ class AllReduce:
         x_PN = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
         part_N, scattered = _reduce(x_PN, self.axes, self.how)
         y_PN, gathered = _gather(part_N, self.axes, self.how, "invarying")
-        total = Counters(scattered.wire_bytes + gathered.wire_bytes, scattered.raw_bytes + gathered.raw_bytes,
-                         jnp.maximum(scattered.pool_used, gathered.pool_used), scattered.fallbacks + gathered.fallbacks)
-        return y_PN.ravel()[: x.size].reshape(x.shape), total
+        return y_PN.ravel()[: x.size].reshape(x.shape), added(scattered, gathered)
 
     def transposed(self) -> Operation:
         return Vary(self.axes)
@@ -287,7 +291,7 @@ def _gather(x: Array, axes: Axes, how: How, to: str) -> tuple[Array, Counters]:
         return jax.lax.all_gather(row, over, axis=0, tiled=True, to=to) if over else row
 
     move = partial(gather, over=how.axes)
-    y, counters = _unpacked(_sent(pack(x[None], how), how, move, lambda m: _any_flag(m, how)), how, move)
+    y, counters = _unpacked(_sent(pack(x[None], how), move, lambda m: _any_flag(m, how)), how, move)
     y = coder.from_words(gather(coder.words(y)[None], _plain_axes(axes, how)), x.dtype)
     return _in_order(y, axes, how), _scaled(counters, _size(how.axes) - 1)
 
@@ -304,9 +308,9 @@ def pack(x: Array, how: How) -> Message:
     return Message(payload_PY, flags.overflow_P.any(), flags.used_P.max(), kept, x.shape[1:], x.dtype)
 
 
-def send(message: Message, how: How) -> Message:
+def send(message: Message, axes: Axes) -> Message:
     """The same with the parts that the other devices have for this one. Sends the payload and one int32."""
-    return _sent(message, how, partial(_swap, axes=how.axes), lambda m: _agreed(m.overflow, how.axes))
+    return _sent(message, partial(_swap, axes=axes), lambda m: _agreed(m.overflow, axes))
 
 
 def unpack(message: Message, how: How) -> tuple[Array, Counters]:
@@ -318,7 +322,7 @@ def unpack(message: Message, how: How) -> tuple[Array, Counters]:
 def _coded_exchange(x: Array, how: How, finish: Callable = lambda y: y,
                     decode: Callable = coder.decode_from) -> tuple[Array, Counters]:
     """`_exchange` of dim 0 over the coded axes, with `finish` of the parts."""
-    message = send(pack(x, how), how)
+    message = send(pack(x, how), how.axes)
     y, counters = _unpacked(message, how, partial(_swap, axes=how.axes), finish, decode)
     return y, _scaled(counters, 1 - 1 / _size(how.axes))
 
@@ -331,10 +335,10 @@ def _agreed(overflow: Array, axes: Axes) -> Array:
     return plain.pmax(overflow.astype(jnp.int32), axes) > 0
 
 
-def _sent(message: Message, how: How, move: Callable[[Array], Array], agree: Callable[[Message], Array]) -> Message:
+def _sent(message: Message, move: Callable[[Array], Array], agree: Callable[[Message], Array]) -> Message:
     """move takes and returns rows of bytes or words, never floats: XLA:CPU widens those and changes NaN payloads."""
     moved = replace(message, payload_PY=move(message.payload_PY))
-    return replace(moved, overflow=agree(moved)) if how.falls_back else moved
+    return moved if message.x is None else replace(moved, overflow=agree(moved))
 
 
 def _unpacked(message: Message, how: How, move: Callable[[Array], Array], finish: Callable = lambda y: y,
@@ -391,13 +395,13 @@ def _sum(x: Array) -> Array:
     return coder.sum_in_order(wide).astype(x.dtype)
 
 
-def _cut(x: Array, axes: Axes, dim: int) -> Array:
+def cut(x: Array, axes: Axes, dim: int) -> Array:
     """[P, ...]: dim cut into one part a device."""
     size = _size(axes)
     return jnp.moveaxis(x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
-def _joined(x: Array, dim: int) -> Array:
+def joined(x: Array, dim: int) -> Array:
     """Parts [P, ...] side by side along dim."""
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

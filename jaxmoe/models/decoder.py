@@ -16,9 +16,11 @@ from ..layer import MoE
 from ..mesh import Roles, axes_size, roles_of
 from ..norm import rms_norm
 from ..parameters import normal, ones
+from ..plan.block import CLASSES
 from ..plan.tasks import Plan
 from ..planned.attention import AttentionVerbs
 from ..planned.decoder import planned_stack
+from ..planned.exchange import CODEC_METRICS
 from ..routing import ROUTERS
 from ..spec import Spec
 from ..types import Aux
@@ -173,11 +175,12 @@ class DecoderLM(nnx.Module):
         self.blocks = self.as_stack(layers)
         self.norm = RMSNorm(m.d_model, m.norm_eps, mesh)
 
-    def __call__(self, tokens_BS, token_mask=None, segment_ids=None, key=None) -> tuple[jax.Array, Aux]:
+    def __call__(self, tokens_BS, token_mask=None, segment_ids=None, key=None, sink=None) -> tuple[jax.Array, Aux]:
         """tokens_BS: int, any batch and sequence size. token_mask: bool, False = padding: nothing depends on it.
 
         segment_ids: int, documents of packed sequences, each one piece of a row: attention stays inside, and rotary
-        positions start anew. key: for routers with noise; None = no noise.
+        positions start anew. key: for routers with noise; None = no noise. sink: `no_counts` of the
+        plan's block; its gradient is the counters of coded collectives in the backward pass.
         """
         B, S = tokens_BS.shape
         tokens_BS, token_mask, segment_ids = self._padded(tokens_BS, token_mask, segment_ids)
@@ -186,7 +189,7 @@ class DecoderLM(nnx.Module):
         context = Context(_positions(segment_ids, tokens_BS.shape), mask_BSL, token_mask, segment_ids)
         x_BSD = self._embed(tokens_BS)
         if self.plan is not None and self._is_planned(tokens_BS.shape):
-            x_BSD, aux_L = self._run_planned(self.plan, x_BSD, context, documents_BS, key)
+            x_BSD, aux_L = self._run_planned(self.plan, x_BSD, context, documents_BS, key, sink)
         else:
             x_BSD, aux_L, _ = self._run(x_BSD, context, (None,) * len(self.blocks), key)
         return self._logits(x_BSD)[:B, :S], no_aux(self.num_experts) if aux_L is None else of_layers(aux_L)
@@ -252,13 +255,13 @@ class DecoderLM(nnx.Module):
         shards = axes_size(self.mesh, self.roles.batch_axes), axes_size(self.mesh, self.roles.sequence_axes)
         return (self.plan.block.batch * shards[0], self.plan.block.seq * shards[1]) == shape
 
-    def _run_planned(self, plan: Plan, x_BSD, context: Context, documents_BS, key):
+    def _run_planned(self, plan: Plan, x_BSD, context: Context, documents_BS, key, sink):
         block = self.blocks[0]
         keys_L = None if key is None else jax.random.split(key, self.layers)
         attention = AttentionVerbs(plan.block, plan.degrees, block.attention.theta, block.ffn_norm.eps,
                                    block.attention.backend)
         x_BSD, aux_L = planned_stack(plan, block.ffn.spec, attention, block, self.mesh, x_BSD, context.positions_BS,
-                                     documents_BS, context.token_mask, context.segment_ids, keys_L)
+                                     documents_BS, context.token_mask, context.segment_ids, keys_L, sink)
         return constrain(x_BSD, self.mesh, P(self.roles.batch_axes, self.roles.sequence_axes)), aux_L
 
     def _padded(self, tokens_BS, token_mask, segment_ids) -> tuple[Any, Any, Any]:
@@ -321,7 +324,9 @@ def no_aux(num_experts: int) -> Aux:
     return Aux(dict.fromkeys(("load_balance", "router_z", "importance"), zero), jnp.zeros((0, num_experts)), zero, {})
 
 
-OVER_LAYERS = {"max_over_mean_load": jnp.max, "dead_experts": jnp.sum}   # other metrics are averaged
+# Of metrics over layers; others are averaged. The codec's end in the name of a tensor class.
+OVER_LAYERS = {"max_over_mean_load": jnp.max, "dead_experts": jnp.sum} | {
+    f"codec_{field}_{name}": over for name in CLASSES for field, over in CODEC_METRICS.items()}
 
 
 def of_layers(aux_L: Aux) -> Aux:

@@ -18,15 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 from typing import Any, Literal
 
+from ..codec import wire_bytes
 from .tasks import STREAMS, Degrees, Pass, Task, TaskGraph
 
 Pairs = tuple[tuple[str, Any], ...]
 
-# Families of values that hold integers: they have no cotangent.
-INTEGERS = frozenset({"choice", "sizes"})
+# Families of values that have no cotangent: they hold integers, or counters.
+INTEGERS = frozenset({"choice", "sizes", "counted"})
+# Tensor classes whose collectives can be coded, and the parameters that are: they are used in the compute type only.
+CLASSES = ("dispatch", "combine", "parameters", "gradients")
+CODED_GROUPS = ("attention", "experts", "shared")
 # What is kept by default: with these, the backward pass repeats no matrix product but attention's scores.
 SAVED = ("x", "q", "k", "v", "o", "h", "weights", "scores", "logits", "choice", "sizes", "rows", "hidden", "back",
          "shared_hidden", "n", "sums")
@@ -97,6 +101,7 @@ class Block:
     axes: Pairs = ()
     links: Pairs = ()
     roles: Pairs = ()
+    codec: Pairs = ()
     params: tuple[Param, ...] = ()
 
     def __post_init__(self):
@@ -119,7 +124,14 @@ class Block:
         pairs = lambda value: tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in value)  # noqa: E731
         lists = lambda p: {k: tuple(v) if isinstance(v, list) else v for k, v in p.items()}  # noqa: E731
         params = tuple(Param(**dict[str, Any](lists(p))) for p in tree["params"])
-        return Block(**{**tree, **{k: pairs(tree[k]) for k in ("axes", "links", "roles")}, "params": params})
+        named = {k: pairs(tree[k]) for k in ("axes", "links", "roles", "codec")}
+        return Block(**{**tree, **named, "params": params})
+
+    def codec_of(self, tensors: str, part: float, dtype: str = "bfloat16") -> str | None:
+        """Format of a class of tensors for parts of so many values: "raw" where it would not make them smaller."""
+        codec = dict(self.codec).get(tensors)
+        return "raw" if codec and wire_bytes((ceil(part),), dtype, codec) >= wire_bytes((ceil(part),), dtype, "raw") \
+            else codec
 
     def role(self, name: str) -> tuple[str, ...]:
         return dict(self.roles).get(name, ())
@@ -209,14 +221,14 @@ class _Builder:
             self._statistics()
         return self.tasks
 
-    def add(self, verb, index, reads, writes, axes=None, kind="memory", flops=0.0, count=0.0):
+    def add(self, verb, index, reads, writes, axes=None, kind="memory", flops=0.0, count=0.0, **more):
         """index: part and chunk. axes: of a collective. count: values sent, or moved through memory."""
         at = f"@{self.layer}"
         name = ".".join((verb, *map(str, index))) + at
         streams = ("compute",) if axes is None else self.b.streams(axes)
         self.tasks.append(Task(name, verb, streams, tuple(r + at for r in reads), tuple(w + at for w in writes), kind,
-                               float(flops), float(count * self.b.bytes_per_value), self.layer,
-                               index[-1] if index else 0))
+                               float(flops), float(count * self.b.bytes_per_value), layer=self.layer,
+                               chunk=index[-1] if index else 0, **more))
 
     def _params(self) -> None:
         groups = dict.fromkeys(p.group for p in self.b.params)
@@ -226,8 +238,16 @@ class _Builder:
             n = self.b.size(stored)
             sent = sum(p.size for p in params if p.gather) * (n - 1) / n
             names = [p.name for p in params]
-            self.add("param_gather", (group,), [f"p:{x}" for x in names], names, stored if n > 1 else None,
-                     "all_gather" if n > 1 else "memory", count=sent)
+            reads, axes = [f"p:{x}" for x in names], stored if n > 1 else None
+            part = sent / max(n - 1, 1)
+            codec = self.b.codec_of("parameters", part) if group in CODED_GROUPS else None
+            if codec is None or n == 1:
+                self.add("param_gather", (group,), reads, names, axes, "all_gather" if n > 1 else "memory", count=sent)
+                continue
+            raw = part * self.b.bytes_per_value
+            wire = (n - 1) * wire_bytes((ceil(part),), "bfloat16", codec)
+            self.add("param_gather", (group,), reads, [*names, f"counted.parameters.{group}"], axes,
+                     f"all_gather:{codec}", count=wire / self.b.bytes_per_value, encoded=raw, decoded=raw * n)
 
     def _names(self, *groups: str) -> list[str]:
         return [p.name for p in self.b.params if p.group in groups]
@@ -301,8 +321,7 @@ class _Builder:
         p, q, rows = b.size(expert), b.size(shard), self._slots()
         value, sent = f"slots{at}", rows * b.copies * b.d_model
         if p > 1:
-            self.add("dispatch", (j, i), [value], [f"recv{at}" if q > 1 else f"rows{at}"], expert, "all_to_all",
-                     count=sent * (p - 1) / p)
+            self._exchange("dispatch", (j, i), value, f"recv{at}" if q > 1 else f"rows{at}", expert, sent)
             value = f"recv{at}"
         if q > 1:
             self.add("expert_gather", (j, i), [value], [f"rows{at}"], shard, "all_gather", count=sent * (q - 1))
@@ -317,7 +336,22 @@ class _Builder:
             self.add("expert_reduce", (j, i), [f"part{at}"], [f"out{at}" if p > 1 else f"back{at}"], shard,
                      "reduce_scatter", count=sent * (q - 1))
         if p > 1:
-            self.add("combine", (j, i), [f"out{at}"], [f"back{at}"], expert, "all_to_all", count=sent * (p - 1) / p)
+            self._exchange("combine", (j, i), f"out{at}", f"back{at}", expert, sent)
+
+    def _exchange(self, verb: str, index: tuple, read: str, write: str, axes: tuple[str, ...], sent: float) -> None:
+        """An All-to-All of `sent` values of a device; if it is coded, with tasks that code before and after it."""
+        n = self.b.size(axes)
+        codec = self.b.codec_of(verb, sent / n)
+        if codec is None:
+            self.add(verb, index, [read], [write], axes, "all_to_all", count=sent * (n - 1) / n)
+            return
+        stem = ".".join((verb, *map(str, index)))
+        wire = (n - 1) * wire_bytes((ceil(sent / n),), "bfloat16", codec)
+        self.add(f"encode_{verb}", index, [read], [f"coded.{stem}"], kind=f"encode:{codec}", count=sent)
+        self.add(verb, index, [f"coded.{stem}"], [f"came.{stem}"], axes, "all_to_all",
+                 count=wire / self.b.bytes_per_value)
+        self.add(f"decode_{verb}", index, [f"came.{stem}"], [write, f"counted.{stem}"], kind=f"decode:{codec}",
+                 count=sent)
 
     def _shared(self, j: int, tokens: float) -> list[str]:
         b, names = self.b, self._names("shared")
@@ -363,14 +397,14 @@ PULLS: dict[str, tuple[Pull, ...]] = {
     "model_scatter": (Pull("grad", "grad", ("*",), kind="all_gather"),),
     "route": (Pull("grad", "grad", ("*", "params"), ("*", "params", "choice"), 2.0),),
     "pack": (Pull("grad", "grad", ("*",), ("choice",)),),
-    "dispatch": (Pull("grad", "grad", ("*",)),),
+    **{verb: (Pull("grad", "grad", ("*",)),) for verb in ("dispatch", "encode_dispatch", "decode_dispatch")},
     "expert_gather": (Pull("grad", "grad", ("*",), kind="reduce_scatter"),),
     "experts_up": (Pull("dx", "input_grad", ("*",), ("params", "sizes")),
                    Pull("dw", "weight_grad", ("params",), ("*", "params", "sizes"))),
     "experts_down": (Pull("dx", "input_grad", ("*",), ("*", "params", "sizes")),
                      Pull("dw", "weight_grad", ("params",), ("*", "params", "sizes"))),
     "expert_reduce": (Pull("grad", "grad", ("*",), kind="all_gather"),),
-    "combine": (Pull("grad", "grad", ("*",)),),
+    **{verb: (Pull("grad", "grad", ("*",)),) for verb in ("combine", "encode_combine", "decode_combine")},
     "unpack": (Pull("grad", "grad", ("*", "params"), ("back", "weights", "choice", "sizes", "n", "params"), 1.0),),
     "shared_up": (Pull("dx", "input_grad", ("*",), ("*", "params")),
                   Pull("dw", "weight_grad", ("params",), ("*", "params"))),
@@ -400,12 +434,25 @@ def _backward(block: Block, moe: int, dense: int, saved: tuple[str, ...], slices
             cotangents = tuple(f"d:{v}" for v in task.writes if family(v) not in INTEGERS)
             pulls.append(dataclasses.replace(
                 task, name=f"{task.name}:{pull.suffix}", reads=(*cotangents, *needs),
-                writes=tuple(f"d:{v}" for v in wants), kind=pull.kind or task.kind, flops=task.flops * pull.scale,
+                writes=(*(f"d:{v}" for v in wants), *_counted_back(task)), kind=pull.kind or _turned(task.kind),
+                flops=task.flops * pull.scale,
                 streams=("compute",) if pull.kind == "memory" else task.streams, direction=pull.direction,
                 of=task.name))
     again = _recomputed(forward, wanted, lambda v: family(v) in saved and not is_param(v))
     reductions = _tail(block, slices).tasks if block.layers > block.segment else ()
     return Pass((*again, *pulls, *reductions))
+
+
+def _turned(kind: str) -> str:
+    """What was encoded is decoded on the way back, and the other way round."""
+    verb, colon, codec = kind.partition(":")
+    return {"encode": "decode", "decode": "encode"}.get(verb, verb) + colon + codec
+
+
+def _counted_back(task: Task) -> tuple[str, ...]:
+    """Counters of an exchange's way back, which ends where the forward one began."""
+    verb, _, rest = task.name.partition("_")
+    return (f"counted.{rest}:back",) if verb == "encode" else ()
 
 
 def _matches(value: str, param: bool, what: tuple[str, ...]) -> bool:
@@ -421,7 +468,8 @@ def _recomputed(forward: Sequence[Task], wanted: set[str], is_kept) -> list[Task
     for task in reversed(forward):
         if any(v in wanted and not is_kept(v) for v in task.writes):
             chosen.append(dataclasses.replace(task, name=f"{task.name}:again", direction="recompute", of=task.name,
-                                              writes=tuple(v for v in task.writes if v in wanted and not is_kept(v))))
+                                              writes=tuple(v for v in task.writes if family(v) == "counted" or
+                                                           (v in wanted and not is_kept(v)))))
             wanted |= set(task.reads)
     return chosen[::-1]
 
@@ -452,13 +500,22 @@ def _tail(block: Block, slices: int) -> Pass:
     for layer in range(block.segment):
         for s, parts in enumerate(pieces(block, slices)):
             axes = tuple(dict.fromkeys(a for p in parts for a in (*p.param.gather, *p.param.reduce)))
-            n = block.size(axes)
-            stored = all(p.param.gather for p in parts)
-            size = sum((p.hi - p.lo) * p.param.size / (p.param.shape[0] if p.param.shape else 1) for p in parts)
-            tasks.append(Task(
-                f"grad_reduce.{s}@{layer}", "grad_reduce", block.streams(axes),
-                tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in parts)),
-                tuple(f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in parts),
-                "reduce_scatter" if stored else "all_reduce", 0.0, size * 4 * (n - 1) / n * (1 if stored else 2), layer,
-                s))
+            kind = "reduce_scatter" if all(p.param.gather for p in parts) else "all_reduce"
+            tasks.append(_reduction(block, f".{s}@{layer}", parts, axes, kind, layer, s))
     return Pass(tuple(tasks))
+
+
+def _reduction(block: Block, at: str, parts: list[Piece], axes: tuple[str, ...], kind: str, layer: int, s: int) -> Task:
+    n, phases = block.size(axes), 1 if kind == "reduce_scatter" else 2
+    sizes = [(p.hi - p.lo) * p.param.size / (p.param.shape[0] if p.param.shape else 1) for p in parts]
+    codec = block.codec_of("gradients", sum(sizes) / n, "float32")
+    raw, encoded, decoded = sum(sizes) * 4, 0.0, 0.0
+    sent = phases * raw * (n - 1) / n
+    writes = [f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in parts]
+    if codec is not None:
+        sent = phases * (n - 1) * wire_bytes((ceil(sum(sizes) / n),), "float32", codec)
+        encoded, decoded = raw * (1 if phases == 1 else 1 + 1 / n), raw * phases
+        kind, writes = f"{kind}:{codec}", [*writes, f"counted.gradients{at}"]
+    reads = tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in parts))
+    return Task(f"grad_reduce{at}", "grad_reduce", block.streams(axes), reads, tuple(writes), kind, 0.0, sent,
+                encoded, decoded, layer, s)

@@ -18,7 +18,8 @@ def seconds(task: Task, cluster: Cluster) -> float:
     """Time of the task when nothing else runs.
 
     A matrix product takes the longer of its flops and its bytes through memory; "encode:FORMAT" and "decode:FORMAT"
-    take raw bytes at the codec's rate; a collective over both links takes the slower one (ours).
+    take raw bytes at the codec's rate; a collective over both links takes the slower one (ours); one that codes by
+    itself, its coding as well.
     """
     launch = cluster.device.launch_seconds
     if task.kind == "matmul":
@@ -26,9 +27,15 @@ def seconds(task: Task, cluster: Cluster) -> float:
         return launch + product.alpha_seconds + max(task.flops * product.seconds_per_flop, task.bytes / rate)
     if task.kind == "memory":
         return launch + cluster.memory.alpha_seconds + task.bytes / cluster.memory.bytes_per_second
-    if task.kind in COLLECTIVES:
-        return launch + _collective_seconds(task, cluster)
-    return launch + _codec_seconds(task, cluster)
+    verb, _, codec = task.kind.partition(":")
+    if verb in COLLECTIVES:
+        return launch + _collective_seconds(task, verb, cluster) + (
+            coding_seconds(cluster, codec, task.encoded, task.decoded) if codec else 0.0)
+    if verb not in ("encode", "decode"):
+        kinds = ("matmul", "memory", *COLLECTIVES, "encode:FORMAT", "decode:FORMAT")
+        raise ValueError(f"kind of task {task.name!r} must be one of {', '.join(kinds)}, got {task.kind!r}")
+    sizes = (task.bytes, 0.0) if verb == "encode" else (0.0, task.bytes)
+    return launch + coding_seconds(cluster, codec, *sizes)
 
 
 def durations(pass_: Pass, cluster: Cluster) -> dict[str, float]:
@@ -36,16 +43,16 @@ def durations(pass_: Pass, cluster: Cluster) -> dict[str, float]:
     return {t.name: seconds(t, cluster) for t in pass_.tasks}
 
 
-def _collective_seconds(task: Task, cluster: Cluster) -> float:
+def _collective_seconds(task: Task, verb: str, cluster: Cluster) -> float:
     """Over both links: their bytes fly at once, after the larger α."""
-    costs = {s: cluster.collective(s, task.kind) for s in task.streams if s != "compute"}
+    costs = {s: cluster.collective(s, verb) for s in task.streams if s != "compute"}
     if not costs:
         raise ValueError(f"task {task.name!r} of kind {task.kind!r} must occupy intra or inter, got {task.streams}")
     alpha = max(c.alpha_seconds for c in costs.values())
-    return alpha + max(c.seconds_per_byte * task.bytes * _share(task, s, cluster) for s, c in costs.items())
+    return alpha + max(c.seconds_per_byte * task.bytes * _share(task, verb, s, cluster) for s, c in costs.items())
 
 
-def _share(task: Task, link: str, cluster: Cluster) -> float:
+def _share(task: Task, verb: str, link: str, cluster: Cluster) -> float:
     """Share of a device's bytes on this link.
 
     A flat All-to-All's go to all other devices alike. Others run in rings, one a GPU of a node, and each ring enters a
@@ -54,18 +61,18 @@ def _share(task: Task, link: str, cluster: Cluster) -> float:
     if len(task.streams) == 1:
         return 1.0
     others, mates = cluster.num_devices - 1, cluster.gpus_per_node - 1
-    inside = mates / others if task.kind == "all_to_all" and others else mates / cluster.gpus_per_node
+    inside = mates / others if verb == "all_to_all" and others else mates / cluster.gpus_per_node
     return inside if link == "intra" else 1 - inside
 
 
-def _codec_seconds(task: Task, cluster: Cluster) -> float:
-    verb, _, name = task.kind.partition(":")
-    if verb not in ("encode", "decode"):
-        kinds = ("matmul", "memory", *COLLECTIVES, "encode:FORMAT", "decode:FORMAT")
-        raise ValueError(f"kind of task {task.name!r} must be one of {', '.join(kinds)}, got {task.kind!r}")
-    if name not in cluster.codecs:
+def coding_seconds(cluster: Cluster, codec: str, encoded: float, decoded: float) -> float:
+    """Seconds to encode and to decode so many uncoded bytes; "raw" only moves them, once read and once written."""
+    name = codec.partition(":")[0]
+    if name == "raw":
+        rates = (cluster.memory.bytes_per_second / 2,) * 2
+    elif name in cluster.codecs:
+        rates = cluster.codecs[name].encode_bytes_per_second, cluster.codecs[name].decode_bytes_per_second
+    else:
         raise ValueError(f"cluster {cluster.name!r} must have codecs.{name}, which the plan needs; "
                          f"got {', '.join(cluster.codecs) or 'none'}")
-    codec = cluster.codecs[name]
-    rate = codec.encode_bytes_per_second if verb == "encode" else codec.decode_bytes_per_second
-    return cluster.memory.alpha_seconds + task.bytes / rate
+    return sum(cluster.memory.alpha_seconds + n / rate for n, rate in zip((encoded, decoded), rates, strict=True) if n)

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import vary_like, varying_axes
-from .block import INTEGERS, family, pieces
+from ..collectives import Counters, added, no_counters, pmax, psum
+from ..compat import vary_like, vary_over, varying_axes
+from .block import INTEGERS, Block, family, pieces
 from .tasks import Pass, Plan, Span, Task
 
 Env = dict[str, Any]
+Counts = dict[str, Counters]   # by tensor class
 
 
 class Verb(NamedTuple):
@@ -40,9 +42,12 @@ Verbs = Mapping[str, Verb]
 TAIL = "tail_grad_reduce"   # scope of the last segment's reductions, beside which nothing is left to run
 
 
-def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any]]:
-    """f(x_BSD, params, consts, layered) -> x_BSD, aux with a leading dim over layers; to be called inside shard_map.
+def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any, Counts]]:
+    """f(x_BSD, params, consts, layered, sink=None) -> x_BSD, aux with a leading dim over layers, counted; to be called
+    inside shard_map.
 
+    counted: tensor class -> counters of the coded collectives of the forward pass, with a leading dim over segments,
+    means over devices (of pools, the fullest). Those of the backward pass are the gradient of sink, `no_counts(block)`.
     params: name -> [layers, ...]; consts, layered: trees of arrays without gradients, the same in all layers, or with a
     leading dim over them. Verbs get both, as one dict.
     """
@@ -52,20 +57,21 @@ def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any]]:
     run = _Program(plan, verbs)
 
     @jax.custom_vjp
-    def f(x_BSD, params, consts, layered):
-        return forward(x_BSD, params, consts, layered)[0]
+    def f(x_BSD, params, consts, layered, sink):
+        return forward(x_BSD, params, consts, layered, sink)[0]
 
-    def forward(x_BSD, params, consts, layered):
+    def forward(x_BSD, params, consts, layered, sink):
         def body(x_BSD, per_segment):
             params, layered = per_segment
             return run.forward(x_BSD, params, consts, layered)
 
-        x_BSD, (aux, saved) = _scan(body, x_BSD, (by_segment(params), by_segment(layered)), count)
-        return (x_BSD, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)), (saved, params, consts, layered)
+        x_BSD, (aux, saved, counted) = _scan(body, x_BSD, (by_segment(params), by_segment(layered)), count)
+        aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+        return (x_BSD, aux, over_devices(counted, block)), (saved, params, consts, layered)
 
     def backward(residuals, cotangents):
         saved, params, consts, layered = residuals
-        (dx_BSD, daux), params_N = cotangents, by_segment(params)
+        (dx_BSD, daux, _), params_N = cotangents, by_segment(params)
         stacked = (saved, params_N, by_segment(layered), by_segment(daux))
         grads = jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), params_N)
 
@@ -73,29 +79,47 @@ def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any]]:
             saved, params, layered, daux = jax.tree.map(lambda a: _at(a, n), stacked)
             return run.backward(dx_BSD, daux, saved, params, consts, layered, pending)
 
-        dx_BSD, own, _ = step(count - 1, dx_BSD, None)
+        dx_BSD, own, _, counted = step(count - 1, dx_BSD, None)
         pending, direct = run.divide(own)
         grads = _put(grads, direct, count - 1)
 
         def body(i, carry):
-            dx_BSD, pending, grads = carry
+            dx_BSD, pending, grads, counted = carry
             n = count - 2 - i
-            dx_BSD, own, reduced = step(n, dx_BSD, pending)
+            dx_BSD, own, reduced, new = step(n, dx_BSD, pending)
             assert reduced is not None   # as something was pending
             pending, direct = run.divide(own)
-            return dx_BSD, pending, _put(_put(grads, reduced, n + 1), direct, n)
+            return dx_BSD, pending, _put(_put(grads, reduced, n + 1), direct, n), both(counted, new)
 
         if count > 1:
-            dx_BSD, pending, grads = jax.lax.fori_loop(0, count - 1, body, (dx_BSD, pending, grads))
-        grads = _put(grads, run.reduce(pending, consts), 0)
+            dx_BSD, pending, grads, counted = jax.lax.fori_loop(
+                0, count - 1, body, (dx_BSD, pending, grads, counted))
+        reduced, new = run.reduce(pending, consts)
+        grads = _put(grads, reduced, 0)
         whole = jax.tree.map(lambda g, p: g.reshape(p.shape).astype(p.dtype), grads, params)
-        return dx_BSD, whole, None, None
+        return dx_BSD, whole, None, None, over_devices(both(counted, new), block)
 
     def by_segment(tree):
         return jax.tree.map(lambda a: a.reshape(count, segment, *a.shape[1:]), tree)
 
     f.defvjp(forward, backward)
-    return f
+    return lambda x_BSD, params, consts, layered, sink=None: f(x_BSD, params, consts, layered, sink or no_counts(block))
+
+
+def no_counts(block: Block) -> Counts:
+    """Zero, of every tensor class that is coded."""
+    return {name: no_counters() for name, _ in block.codec}
+
+
+def both(one: Counts, other: Counts) -> Counts:
+    return {name: added(one[name], other[name]) for name in one}
+
+
+def over_devices(counted: Counts, block: Block) -> Counts:
+    """Means over devices; of pools, the fullest."""
+    axes = tuple(a for a, _ in block.axes)
+    means = {name: jax.tree.map(lambda a: psum(a, axes) / block.size(axes), c) for name, c in counted.items()}
+    return {name: means[name]._replace(pool_used=pmax(c.pool_used, axes)) for name, c in counted.items()}
 
 
 def _scan(body, carry, xs, count: int):
@@ -134,14 +158,15 @@ class _Program:
         self.reduced = dict.fromkeys(p.param.name for parts in self.slices for p in parts)
 
     def forward(self, x_BSD, params, consts, layered):
-        """x_BSD, (aux of each layer, saved values)."""
+        """x_BSD, (aux of each layer, saved values, counters)."""
         env = self._params(params) | dict(zip(self.inputs, self._split(x_BSD), strict=True))
         finish = self._run(self.graph.forward, self.plan.forward, self.plan.forward_spans, env, consts, layered)
         aux = jax.tree.map(lambda *a: jnp.stack(a), *(env[v] for v in self.aux))
-        return finish(self._join([env[v] for v in self.outputs])), (aux, self._saved(env))
+        return finish(self._join([env[v] for v in self.outputs])), (aux, self._saved(env), self._counted(env))
 
     def backward(self, dx_BSD, daux, saved, params, consts, layered, pending):
-        """dx_BSD, gradients of this segment's parameters before reduction, and reduced ones of the segment above's."""
+        """dx_BSD, gradients of this segment's parameters before reduction, reduced ones of the segment above's, and
+        counters."""
         env = self._params(params) | self._restored(saved)
         env |= {f"d:{v}": d for v, d in zip(self.outputs, self._split(dx_BSD), strict=True)}
         env |= {f"d:{v}": jax.tree.map(lambda a, i=i: a[i], daux) for i, v in enumerate(self.aux)}
@@ -155,21 +180,29 @@ class _Program:
         layers = range(self.block.segment)
         own = {p.name: jnp.stack([env[f"d:{p.name}@{i}"] for i in layers]) for p in self.block.params}
         dx_BSD = finish(self._join([env[f"d:{v}"] for v in self.inputs]))
-        return dx_BSD, own, None if pending is None else self._whole(env)
+        return dx_BSD, own, None if pending is None else self._whole(env), self._counted(env)
 
     def divide(self, own: Env) -> tuple[Env, Env]:
         """Gradients that need a reduction, and those that do not."""
         return ({k: v for k, v in own.items() if k in self.reduced},
                 {k: v for k, v in own.items() if k not in self.reduced})
 
-    def reduce(self, pending: Env, consts) -> Env:
-        """The gradients of the last segment, beside which nothing is left to run."""
+    def reduce(self, pending: Env, consts) -> tuple[Env, Counts]:
+        """The gradients of the last segment, beside which nothing is left to run, and counters."""
         env = {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
         with jax.named_scope(TAIL):
             for task in self.graph.tail.tasks:
                 reads = tuple(env[v] for v in task.reads)
                 env |= dict(zip(task.writes, self.verbs[task.verb].run(task, reads, consts), strict=True))
-        return self._whole(env)
+        return self._whole(env), self._counted(env)
+
+    def _counted(self, env: Env) -> Counts:
+        """Sums over the tasks of each tensor class."""
+        found = {name: [zero] for name, zero in no_counts(self.block).items()}
+        for v, counters in env.items():
+            if family(v) == "counted":
+                found[v.split(".")[1]].append(counters)
+        return vary_over({name: added(*c) for name, c in found.items()}, tuple(a for a, _ in self.block.axes))
 
     def _whole(self, env: Env) -> Env:
         """Reduced gradients put together from their pieces."""
@@ -423,7 +456,7 @@ def _pick(values: tuple, every: bool = False) -> list[tuple[int, jax.Array]]:
         leaves = jax.tree.leaves(value)
         numbered = [(at + i, a) for i, a in enumerate(leaves)]
         at += len(leaves)
-        floats = [(i, a) for i, a in numbered if jnp.issubdtype(a.dtype, jnp.inexact)]
+        floats = [(i, a) for i, a in numbered if jnp.issubdtype(a.dtype, jnp.inexact) or a.dtype == jnp.uint8]
         found = floats or numbered[:1]
         if found:
             new = (bool(floats), min(len(varying_axes(a)) for _, a in found))

@@ -27,7 +27,9 @@ class Task:
     name: unique in its graph. streams: queues that it occupies from start to end. reads, writes: names of values; a
     cotangent is named "d:" + its value, and is the sum of what all its writers write. kind: what its time depends on,
     "matmul" (flops), "memory" (bytes through memory), or a collective ("all_to_all", "all_gather", "reduce_scatter",
-    "all_reduce"; bytes that one device sends). of: in a backward pass, the forward task that it recomputes or pulls.
+    "all_reduce"; bytes that one device sends), "encode:FORMAT" or "decode:FORMAT" (bytes uncoded). A collective that
+    codes by itself is of kind "all_gather:FORMAT" and the like; encoded, decoded: bytes uncoded that it then codes. of:
+    in a backward pass, the forward task that it recomputes or pulls.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Task:
     kind: str = "memory"
     flops: float = 0.0
     bytes: float = 0.0
+    encoded: float = 0.0
+    decoded: float = 0.0
     layer: int = 0
     chunk: int = 0
     direction: Direction = "forward"
@@ -46,6 +50,11 @@ class Task:
     @property
     def is_collective(self) -> bool:
         return self.streams != ("compute",)
+
+
+def codec_of(task: Task) -> str | None:
+    """Format that the task codes or decodes, as its kind says."""
+    return task.kind.partition(":")[2] or None
 
 
 @dataclass(frozen=True)

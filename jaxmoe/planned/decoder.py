@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from ..mesh import axes_size
 from ..plan.block import Block
-from ..plan.execute import stack
+from ..plan.execute import Counts, no_counts, stack
 from ..plan.tasks import Plan
 from ..spec import Spec
 from ..types import Aux
 from .attention import AttentionVerbs
 from .blocks import attention_block, moe_block
+from .exchange import metrics_of
 from .layer import moe_verbs
 
 NAMES = {("attention_norm", "scale"): "attention_norm", ("ffn_norm", "scale"): "ffn_norm",
@@ -48,9 +49,13 @@ def decoder_block(cfg: Any, spec: Spec, shapes: dict[str, tuple[int, ...]], spec
 
 def planned_stack(
     plan: Plan, spec: Spec, attention: Any, block: nnx.Module, mesh: Mesh | None, x_BSD: jax.Array, positions_BS,
-    documents_BS, token_mask, segment_ids, keys_L,
+    documents_BS, token_mask, segment_ids, keys_L, sink: Counts | None = None,
 ) -> tuple[jax.Array, Aux]:
-    """x_BSD and aux with a leading dim over layers. attention: rope_theta, norm_eps, backend; see `AttentionVerbs`."""
+    """x_BSD and aux with a leading dim over layers. attention: rope_theta, norm_eps, backend; see `AttentionVerbs`.
+
+    Metrics of a codec have a leading dim over segments. sink: `no_counts`; its gradient is those
+    of the backward pass.
+    """
     B, S, _ = x_BSD.shape
     roles = spec.roles
     variables = stack_parameters(block)
@@ -68,20 +73,22 @@ def planned_stack(
     verbs = verbs | replace(attention, block=plan.block, degrees=plan.degrees).table()
     run = stack(plan, verbs)
 
-    def local(x_BSD, params, tokens, sequences, layered):
-        return run(x_BSD, params, tokens | sequences, layered)
+    def local(x_BSD, params, tokens, sequences, layered, sink):
+        x_BSD, aux, counted = run(x_BSD, params, tokens | sequences, layered, sink)
+        return x_BSD, aux._replace(metrics=aux.metrics | metrics_of(counted))
 
+    sink = sink or no_counts(plan.block)
     if mesh is None:
-        return local(x_BSD, params, tokens, sequences, layered)
+        return local(x_BSD, params, tokens, sequences, layered, sink)
     by_token, by_sequence = P(roles.batch_axes, roles.sequence_axes), P(roles.batch_axes)
     in_specs = (by_token, {n: v.get_metadata("spec", P()) for n, v in variables.items()},
                 dict.fromkeys(tokens, by_token), dict.fromkeys(sequences, by_sequence),
-                jax.tree.map(lambda _: P(), layered))
+                *jax.tree.map(lambda _: P(), (layered, sink)))
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(by_token, P()), check_vma=True)
     chunks = plan.degrees.dense_forward if plan.block.chunk == "sequence" else 1
     shards = axes_size(mesh, roles.sequence_axes)
     x_BSD, tokens = jax.tree.map(lambda a: dealt(a, chunks, shards), (x_BSD, tokens))
-    y_BSD, aux = mapped(x_BSD, params, tokens, sequences, layered)
+    y_BSD, aux = mapped(x_BSD, params, tokens, sequences, layered, sink)
     return dealt(y_BSD, shards, chunks), aux
 
 

@@ -12,6 +12,7 @@ from ..plan.execute import Verbs, stack
 from ..plan.tasks import Plan
 from ..spec import Spec
 from ..types import Groups
+from .exchange import metrics_of
 from .moe import MoEVerbs
 from .parameters import parameter_verbs
 from .ragged import RaggedLayout
@@ -43,5 +44,6 @@ def planned_layer(
     layered = {n: a[None] for n, a in (("bias", bias_E), ("key", key)) if a is not None}
     run = stack(plan, moe_verbs(plan, spec, groups))
     x_BSD = by_token["x"]
-    y_BSD, aux = run(x_BSD, jax.tree.map(lambda a: a[None], params), consts, layered)
+    y_BSD, aux, counted = run(x_BSD, jax.tree.map(lambda a: a[None], params), consts, layered)
+    aux = aux._replace(metrics=aux.metrics | metrics_of(counted))
     return y_BSD.astype(x_BSD.dtype), jax.tree.map(lambda a: a[0], aux)

@@ -18,6 +18,7 @@ from ..plan.execute import Verb
 from ..plan.tasks import Degrees, Task
 from ..spec import Spec
 from ..types import Groups, Routing
+from .exchange import Ends, exchange_verbs, linear
 from .pieces import by_family, expert_weights
 
 
@@ -63,13 +64,13 @@ class RaggedLayout:
 
     def table(self) -> dict[str, Verb]:
         roles = self.spec.roles
-        move = lambda rows: all_to_all(rows, roles.expert)  # noqa: E731
+        rows = Ends(lambda a: a.reshape(-1, self.bucket, a.shape[-1]), lambda a: a.reshape(-1, a.shape[-1]))
         gather = lambda rows: all_gather(rows, roles.expert_shard)  # noqa: E731
         scatter = lambda rows: reduce_scatter(rows, roles.expert_shard)  # noqa: E731
         return {
             "pack": Verb(self.pack, self.pack_gradient), "exchange_sizes": Verb(self.sizes),
-            "dispatch": _linear(move, move), "combine": _linear(move, move),
-            "expert_gather": _linear(gather, scatter), "expert_reduce": _linear(scatter, gather),
+            **exchange_verbs(self.block, "dispatch", rows, rows), **exchange_verbs(self.block, "combine", rows, rows),
+            "expert_gather": linear(gather, scatter), "expert_reduce": linear(scatter, gather),
             "experts_up": Verb(self.up, self.up_gradient), "experts_down": Verb(self.down),
         }
 
@@ -119,8 +120,3 @@ class RaggedLayout:
         sizes_E, sort = self._chunk(task, values)
         out_RD = grouped_down(values["hidden"][0], sizes_E, expert_weights(values), self.spec.activation)
         return (pack(out_RD, inverse(sort)),)
-
-
-def _linear(forward, backward) -> Verb:
-    return Verb(lambda task, reads, consts: (forward(reads[0]),),
-                lambda task, cotangents, values, consts: (backward(cotangents[0]),))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..collectives import all_gather, all_to_all, reduce_scatter
+from ..collectives import all_gather, reduce_scatter
 from ..dispatch import Slots
 from ..dispatch.rows import pack, sum_over_choices, unpack
 from ..dispatch.slots import index
@@ -19,6 +19,7 @@ from ..plan.execute import Verb
 from ..plan.tasks import Degrees, Task
 from ..spec import Spec
 from ..types import Groups, Routing, RowIndex
+from .exchange import Ends, exchange_verbs, linear
 from .pieces import by_family, expert_weights
 
 
@@ -60,22 +61,15 @@ class SlotsLayout:
         return unpack(back_ECD.reshape(-1, back_ECD.shape[-1]), weights_TK, choice["where"])
 
     def table(self) -> dict[str, Verb]:
+        same = lambda rows_PECD: rows_PECD  # noqa: E731
+        there, back = Ends(self.parted, same), Ends(same, self.merged)
         return {
             "pack": Verb(self.pack, self.pack_gradient),
-            "dispatch": Verb(self._one(self.sent), self._one_back(self.returned)),
-            "combine": Verb(self._one(self.returned), self._one_back(self.sent)),
-            "expert_gather": Verb(self._one(self.gathered), self._one_back(self.scattered)),
-            "expert_reduce": Verb(self._one(self.scattered), self._one_back(self.gathered)),
+            **exchange_verbs(self.block, "dispatch", there, back), **exchange_verbs(self.block, "combine", back, there),
+            "expert_gather": linear(self.gathered, self.scattered),
+            "expert_reduce": linear(self.scattered, self.gathered),
             "experts_up": Verb(self.up, self.up_gradient), "experts_down": Verb(self.down),
         }
-
-    @staticmethod
-    def _one(f):
-        return lambda task, reads, consts: (f(reads[0]),)
-
-    @staticmethod
-    def _one_back(f):
-        return lambda task, cotangents, values, consts: (f(cotangents[0]),)
 
     def pack(self, task: Task, reads, consts):
         n_TD, choice = reads
@@ -88,24 +82,18 @@ class SlotsLayout:
         g_TD = sum_over_choices(g_ECD.reshape(-1, g_ECD.shape[-1]), choice["where"].row_TK)
         return (g_TD.astype(g_ECD.dtype),)
 
-    def sent(self, slots_ECD):
-        """[E, C, D] -> [senders, local E, C, D]; a copy to each device with a part of the expert, if fused."""
-        axes, _ = self.block.exchanges
-        n, copies = self.block.size(axes), self.block.copies
-        if copies > 1:
-            blocks = slots_ECD.reshape(n // copies, 1, -1, *slots_ECD.shape[1:])
-            slots_ECD = jnp.repeat(blocks, copies, 1).reshape(-1, *slots_ECD.shape[1:])
-        return all_to_all(slots_ECD, axes).reshape(n, -1, *slots_ECD.shape[1:])
+    def parted(self, slots_ECD):
+        """[E, C, D] -> [devices, local E, C, D]; a copy for each device with a part of the expert, if fused."""
+        n, copies = self.block.size(self.block.exchanges[0]), self.block.copies
+        parts_PECD = slots_ECD.reshape(n // copies, -1, *slots_ECD.shape[1:])
+        return parts_PECD if copies == 1 else jnp.repeat(parts_PECD, copies, 0)
 
-    def returned(self, rows_PECD):
-        """[senders, local E, C, D] -> [E, C, D]; the sum over copies, if fused."""
-        axes, _ = self.block.exchanges
-        n, copies = self.block.size(axes), self.block.copies
-        back_PCD = all_to_all(rows_PECD.reshape(-1, *rows_PECD.shape[-2:]), axes)
-        if copies == 1:
-            return back_PCD
-        partial = back_PCD.reshape(n // copies, copies, -1, *back_PCD.shape[1:])
-        return partial.sum(1).reshape(-1, *back_PCD.shape[1:])
+    def merged(self, back_PECD):
+        """[devices, local E, C, D] -> [E, C, D]; the sum over copies, if fused."""
+        copies = self.block.copies
+        if copies > 1:
+            back_PECD = back_PECD.reshape(-1, copies, *back_PECD.shape[1:]).sum(1)
+        return back_PECD.reshape(-1, *back_PECD.shape[-2:])
 
     def gathered(self, rows):
         """Rows of all devices that hold a part of the same experts, in a new leading dim."""

@@ -12,13 +12,17 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxmoe.plan.block import CLASSES
+from jaxmoe.plan.execute import no_counts
 from jaxmoe.plan.prove import compile_options
+from jaxmoe.planned.exchange import CODEC_METRICS, metrics_of
 from jaxmoe.planning import plan
 
 Batch = dict[str, jax.Array]
 # Every metric of a microbatch is averaged by its share of valid tokens, but these.
-SUMMED = ("dropped_pairs", "nonfinite_tokens")
-LARGEST = ("sufficient_capacity_factor",)
+CODEC = {f"codec_{field}_{name}": over for name in CLASSES for field, over in CODEC_METRICS.items()}
+SUMMED = ("dropped_pairs", "nonfinite_tokens", *(n for n, over in CODEC.items() if over is jnp.sum))
+LARGEST = ("sufficient_capacity_factor", *(n for n, over in CODEC.items() if over is jnp.max))
 
 
 def learning_rate_schedule(cfg: Any) -> optax.Schedule:
@@ -132,9 +136,11 @@ def cross_entropy_sum(logits_BSV: jax.Array, targets_BS: jax.Array, scored_BS: j
     return jnp.where(scored_BS, losses_BS, 0).sum()
 
 
-def call_model(model: Any, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """logits [B, S, V] and aux on the batch's inputs; key: of the router's noise, for models that take one."""
-    options = {} if key is None or "key" not in inspect.signature(type(model).__call__).parameters else {"key": key}
+def call_model(model: Any, batch: Batch, **options: Any) -> tuple[jax.Array, Any]:
+    """logits [B, S, V] and aux on the batch's inputs. options that the model does not take are left out: key, of the
+    router's noise; sink, for counters of the backward pass."""
+    taken = inspect.signature(type(model).__call__).parameters
+    options = {name: value for name, value in options.items() if value is not None and name in taken}
     if "mask" in batch:
         options["token_mask"] = batch["mask"][:, :-1].astype(bool)
     if "segment_ids" in batch:
@@ -142,9 +148,9 @@ def call_model(model: Any, batch: Batch, key: jax.Array | None = None) -> tuple[
     return model(batch["tokens"][:, :-1], **options)
 
 
-def measure(model: Any, batch: Batch, whole: jax.Array, key: jax.Array | None = None) -> dict[str, Any]:
+def measure(model: Any, batch: Batch, whole: jax.Array, **options: Any) -> dict[str, Any]:
     """A microbatch's part of the metrics of a batch with counts `whole`: parts sum to the batch's."""
-    logits_BSV, aux = call_model(model, batch, key)
+    logits_BSV, aux = call_model(model, batch, **options)
     share = (counts(batch) / whole)[1]
     metrics = {**aux.losses, **aux.metrics, "dropped_fraction": aux.dropped_fraction}
     metrics = {name: m if name in (*SUMMED, *LARGEST) else share * m for name, m in metrics.items()}
@@ -166,28 +172,38 @@ def gradients(model: Any, batch: Batch, coefs: dict[str, float], accumulate: int
     """(metrics, gradients) of the batch, as if it were computed at once, from `accumulate` microbatches.
 
     Cross-entropy is a mean over all scored targets; auxiliary losses are means over microbatches, weighted by their
-    valid tokens; tokens_per_expert is a sum.
+    valid tokens; tokens_per_expert is a sum. Counters of coded collectives are of both passes.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    whole = counts(batch)
+    whole, plan = counts(batch), getattr(model, "plan", None)
+    sink = None if plan is None else no_counts(plan.block)
 
-    def loss_fn(params: Any, micro: Batch, key: jax.Array | None):
-        metrics = measure(nnx.merge(graph, params, rest, copy=True), micro, whole, key)
+    def loss_fn(params: Any, sink: Any, micro: Batch, key: jax.Array | None):
+        metrics = measure(nnx.merge(graph, params, rest, copy=True), micro, whole, key=key, sink=sink)
         return total_loss(metrics, coefs), metrics
 
-    grad_fn = jax.grad(loss_fn, has_aux=True)
+    def grad_fn(micro: Batch, key: jax.Array | None):
+        (grads, counted), metrics = jax.grad(loss_fn, (0, 1), has_aux=True)(params, sink, micro, key)
+        return grads, with_backward(metrics, counted)
+
     if accumulate == 1:
-        grads, metrics = grad_fn(params, batch, key)
+        grads, metrics = grad_fn(batch, key)
         return metrics, grads
 
     def body(total: Any, i_micro: Any):
         i, micro = i_micro
-        grads, metrics = grad_fn(params, micro, None if key is None else jax.random.fold_in(key, i))
+        grads, metrics = grad_fn(micro, None if key is None else jax.random.fold_in(key, i))
         return jax.tree.map(jnp.add, total, grads), metrics
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     grads, parts = jax.lax.scan(body, zeros, (jnp.arange(accumulate), microbatches(batch, accumulate)))
     return {n: p.max(0) if n in LARGEST else p.sum(0) for n, p in parts.items()}, grads
+
+
+def with_backward(metrics: dict[str, jax.Array], counted: Any) -> dict[str, jax.Array]:
+    """Metrics with the counters of the backward pass added to the forward pass's."""
+    new = metrics_of(counted or {})
+    return metrics | {n: CODEC[n](jnp.stack([metrics[n], value]), axis=0) for n, value in new.items() if n in metrics}
 
 
 def step_function(cfg: Any, graph: Any) -> Any:

@@ -20,11 +20,14 @@ FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, 
 BACKWARD = {"combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2, "dispatch:grad": 2,
             "model_scatter:grad": 3, "model_gather:grad": 3, "grad_reduce": 4}
 # Input gradients of a chunk come before its weight gradients, which nothing waits for.
-EXPERTS = {"experts_down:dx": 0, "experts_up:dx": 1, "experts_down:dw": 2, "experts_up:dw": 3}
+EXPERTS = {"encode_combine:grad": -1, "experts_down:dx": 0, "experts_up:dx": 1, "decode_dispatch:grad": 1,
+           "experts_down:dw": 2, "experts_up:dw": 3}
 
 
+# Coding has the places of ScheMoE's theorem: before all dispatches, around each chunk's experts, after all combines.
 # All parts of the tokens are routed before the first one's experts, so that their dispatches follow one another.
-COMPUTE = {"shared_up": 1, "shared_down": 1, "experts_up": 2, "experts_down": 2, "unpack": 3, "tally": 3,
+COMPUTE = {"shared_up": 1, "shared_down": 1, "decode_dispatch": 2, "experts_up": 2, "experts_down": 2,
+           "encode_combine": 2, "decode_combine": 3, "unpack": 3, "tally": 3,
            "statistics": 4, "losses": 5}
 
 
@@ -41,10 +44,10 @@ def backward(task: Task) -> tuple:
     layer = -task.layer
     if task.is_collective:
         return (1, layer, place(task, BACKWARD))
-    if task.verb in ("experts_up", "experts_down"):
+    if task.verb in ("experts_up", "experts_down", "encode_combine", "decode_dispatch"):
         part = tuple(-int(n) for n in task.of.partition("@")[0].split(".")[1:])
         return (1, layer, 1, *part, place(task, EXPERTS))
-    return (1, layer, 2 if task.verb in ("pack", "route", "attn_out", "attend", "attn_in") else 0)
+    return (1, layer, 2 if task.verb in ("encode_dispatch", "pack", "route", "attn_out", "attend", "attn_in") else 0)
 
 
 ORDERS = Orders(by(forward), by(backward))
