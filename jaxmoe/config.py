@@ -133,6 +133,10 @@ class MoEConfig(Section):
     importance_coef: NonNegative = 0.0
 
 
+TENSORS = ("dispatch", "combine", "parameters", "gradients")
+CodecName = Literal["off", "auto", "raw", "x4s", "x3p", "x3", "x4s:as-bf16", "x3p:as-bf16", "x3:as-bf16"]
+
+
 class DegreesConfig(Section):
     """Number of chunks of MoE and of other tasks."""
 
@@ -165,7 +169,24 @@ class ScheduleConfig(Section):
 
 
 class CodecConfig(Section):
-    kind: Literal["off"] = "off"
+    """How collectives of a planned schedule are coded, without loss.
+
+    kind: "auto" decides by the costs of `schedule.cluster`; a format codes everything. dispatch, combine, parameters,
+    gradients: the same words for one class of tensors; None = kind. min_bytes: a class whose largest collective sends
+    less on a device stays as it is.
+    """
+
+    kind: CodecName = "off"
+    dispatch: CodecName | None = None
+    combine: CodecName | None = None
+    parameters: CodecName | None = None
+    gradients: CodecName | None = None
+    min_bytes: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """Tensor class -> what is asked for it."""
+        return {name: getattr(self, name) or self.kind for name in TENSORS}
 
 
 class DataConfig(Section):
@@ -239,6 +260,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     _check_router(cfg)
     _check_train(cfg)
     _check_schedule(cfg)
+    _check_codec(cfg)
     return cfg
 
 
@@ -389,3 +411,18 @@ def _check_schedule(cfg: Config) -> None:
         raise ConfigError(f"schedule.segment must divide model.layers={cfg.model.layers}, got {cfg.schedule.segment}")
     if isinstance(cfg.moe.router, SoftConfig):
         raise ConfigError('schedule.kind must be "plain" for moe.router.kind="soft", got ' f'"{cfg.schedule.kind}"')
+
+
+def _check_codec(cfg: Config) -> None:
+    asked = {key: value for key in ("kind", *TENSORS) if (value := getattr(cfg.codec, key)) not in (None, "off")}
+    if not asked:
+        return
+    key, value = next(iter(asked.items()))
+    if cfg.schedule.kind == "plain" and cfg.schedule.plan is None:
+        raise ConfigError(f'codec.{key}="{value}" needs a planned schedule: schedule.kind must not be "plain"')
+    for key, value in asked.items():
+        if value.endswith(":as-bf16") and key != "gradients":
+            raise ConfigError(f'codec.{key} must be without ":as-bf16", which is for codec.gradients, got "{value}"')
+        if value != "auto" and key != "gradients" and cfg.train.precision != "bfloat16":
+            raise ConfigError(f'codec.{key}="{value}" needs train.precision="bfloat16", got '
+                              f'"{cfg.train.precision}"; in float32 only codec.gradients can be coded')

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from .plan import codec_policy
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, load_cluster
 from .plan.passes import sm_aware
@@ -39,20 +40,34 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     Example: ``made = jaxmoe.plan(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml"), "8x8-h100")``
     """
     cluster = _cluster(cfg.schedule.cluster if cluster is None else cluster)
-    block = block_of(cfg, cluster)
+    block = coded(cfg, cluster)
     if cfg.schedule.plan is not None:
-        return _read(cfg.schedule.plan, block)
+        return _read(cfg.schedule.plan, block, () if cfg.codec.kind != "auto" else ("codec",))
     if cfg.schedule.kind not in PLANNERS:
         raise ValueError(f"schedule.kind must be one of {', '.join(PLANNERS)} to make a plan, "
                          f"got {cfg.schedule.kind!r}")
-    degrees = None if cfg.schedule.degrees is None else Degrees(**cfg.schedule.degrees.model_dump())
-    return _made(cfg.schedule.kind, block, cluster, degrees, cfg)
+    return _made(cfg.schedule.kind, block, cluster, _degrees(cfg), cfg)
 
 
 def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
     """The plan that cfg asks for, and the modelled seconds of every schedule that can run it, at its best degrees."""
-    found = search(block_of(cfg, cluster), cluster, slices=cfg.schedule.slices, saved=KEPT[cfg.train.remat])
+    found = search(coded(cfg, cluster), cluster, slices=cfg.schedule.slices, saved=KEPT[cfg.train.remat])
     return plan(cfg, cluster), dict(found.seconds)
+
+
+def codec_choices(cfg: Any, cluster: Cluster) -> tuple[codec_policy.Choice, ...]:
+    """How each class of tensors is coded, as `[codec]` asks for, and why."""
+    block = block_of(cfg, cluster)
+    return codec_policy.choose(block, cluster, cfg.codec.asked, cfg.codec.min_bytes, _degrees(cfg))
+
+
+def coded(cfg: Any, cluster: Cluster) -> Block:
+    """The config's block, coded as `[codec]` asks for."""
+    return replace(block_of(cfg, cluster), codec=codec_policy.codec_of(codec_choices(cfg, cluster)))
+
+
+def _degrees(cfg: Any) -> Degrees | None:
+    return None if cfg.schedule.degrees is None else Degrees(**cfg.schedule.degrees.model_dump())
 
 
 def _made(kind: str, block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any) -> Plan:
@@ -65,13 +80,14 @@ def _cluster(cluster: Cluster | str | Path) -> Cluster:
     return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 
-def _read(path: str, block: Block) -> Plan:
+def _read(path: str, block: Block, free: tuple[str, ...]) -> Plan:
+    """free: names of what may be otherwise than in the config's block."""
     try:
         found = Plan.from_json(Path(path).read_text())
     except OSError as e:
         raise ValueError(f"schedule.plan {path!r} cannot be read: {e.strerror}") from e
-    for name in Block.__dataclass_fields__:
-        if name not in ("links", "chunk", "segment", "fused") and getattr(found.block, name) != getattr(block, name):
+    for name in set(Block.__dataclass_fields__) - {"links", "chunk", "segment", "fused", *free}:
+        if getattr(found.block, name) != getattr(block, name):
             raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "
                              f"has {getattr(block, name)!r}")
     return found

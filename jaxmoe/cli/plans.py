@@ -29,13 +29,13 @@ def plan(
 
     cfg = load_config(config, overrides(context.args))
     pin_cpu_without_gpu()
-    from ..planning import compare
+    from ..planning import codec_choices, compare
 
     costs = _cluster(cfg, cluster)
     chosen, others = compare(cfg, costs)
     if out is not None:
         out.write_text(chosen.to_json())
-    _show(chosen, costs, others, timeline, trace, as_json)
+    _show(chosen, costs, others, timeline, trace, as_json, codec_choices(cfg, costs))
 
 
 @app.command()
@@ -88,7 +88,7 @@ def _read(path: Path) -> str:
 
 
 def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, trace: Path | None,
-          as_json: bool) -> None:
+          as_json: bool, choices: tuple[Any, ...] = ()) -> None:
     from ..plan import draw
     from ..plan.simulate import simulate as run
 
@@ -101,7 +101,8 @@ def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, t
         "schedule": plan.schedule, "degrees": dataclasses.asdict(plan.degrees), "cluster": cluster.name,
         "predicted_seconds": whole.makespan, "layer_seconds": whole.makespan / plan.block.layers,
         "bound_seconds": whole.bound_seconds, "exposed_communication_seconds": whole.exposed_seconds,
-        "alternatives": others,
+        "alternatives": others, "codec": dict(plan.block.codec),
+        "codec_choices": [dataclasses.asdict(choice) for choice in choices],
     }
     if as_json:
         print(json.dumps(found))
@@ -110,5 +111,8 @@ def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, t
     print(f"{plan.schedule}, degrees {found['degrees']}: the stack of {plan.block.layers} layers takes "
           f"{whole.makespan * 1e3:.2f} ms forward and backward (modelled; bound {whole.bound_seconds * 1e3:.2f} ms, "
           f"exposed communication {whole.exposed_seconds * 1e3:.2f} ms)")
+    for choice in choices:
+        times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in choice.seconds.items())
+        print(f"  codec of {choice.tensors}: {choice.codec or 'off'} ({choice.why}; {choice.bytes:.3g} bytes, {times})")
     for name, seconds in sorted(others.items(), key=lambda item: item[1]):
         print(f"  {name:14s} {seconds * 1e3:10.2f} ms")

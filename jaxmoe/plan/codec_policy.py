@@ -1,0 +1,84 @@
+"""Which tensor classes are coded, and how: static, from shapes and a cluster's costs, so the same on every rank.
+
+A class is coded iff t_encode + α + β n / ratio + t_decode < α + β n, summed over its collectives in a layer (derived;
+rule and costs are the plan's own: `cost.seconds` of the tasks with and without a format). Nothing else decides, but
+for `min_bytes` where the config gives one. What overlap hides is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .block import CLASSES, Block
+from .cluster import Cluster
+from .cost import seconds
+from .tasks import Degrees, Task
+
+VERBS = {
+    "dispatch": ("encode_dispatch", "dispatch", "decode_dispatch"),
+    "combine": ("encode_combine", "combine", "decode_combine"),
+    "parameters": ("param_gather",), "gradients": ("grad_reduce",),
+}
+# Formats that "auto" tries. Rows of slots and buckets hold empty ones, which overflow x3p (measured: docs/codec.md).
+TRIED = {"dispatch": ("x4s",), "combine": ("x4s",), "parameters": ("x3p", "x4s"), "gradients": ("x3p", "x4s")}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """codec: None = not coded. bytes: that one device sends uncoded, of a layer. seconds: by format, "off" is uncoded;
+    modelled, of a layer and one direction. why: for people."""
+
+    tensors: str
+    codec: str | None
+    bytes: float
+    seconds: Mapping[str, float]
+    why: str
+
+
+def choose(block: Block, cluster: Cluster, asked: Mapping[str, str], min_bytes: int = 0,
+           degrees: Degrees | None = None) -> tuple[Choice, ...]:
+    """asked: tensor class -> "auto", "off" or a format. degrees: None = one chunk."""
+    degrees = degrees or Degrees()
+    return tuple(_choice(block, cluster, name, asked[name], min_bytes, degrees) for name in CLASSES)
+
+
+def codec_of(choices: tuple[Choice, ...]) -> tuple[tuple[str, str], ...]:
+    """What a block holds."""
+    return tuple((c.tensors, c.codec) for c in choices if c.codec is not None)
+
+
+def _choice(block: Block, cluster: Cluster, name: str, asked: str, min_bytes: int, degrees: Degrees) -> Choice:
+    uncoded = tasks_of(block, name, None, degrees)
+    sent = math.fsum(t.bytes for t in uncoded if t.is_collective)
+    largest = max((t.bytes for t in uncoded if t.is_collective), default=0.0)
+    off = {"off": math.fsum(seconds(t, cluster) for t in uncoded)}
+    choice = lambda codec, times, why: Choice(name, codec, sent, times, why)  # noqa: E731
+    if not sent:
+        return choice(None, off, "nothing is sent")
+    if asked == "off":
+        return choice(None, off, "as configured")
+    if name != "gradients" and block.bytes_per_value != 2:
+        return choice(None, off, "not bfloat16")
+    if largest < min_bytes:
+        return choice(None, off, f"collectives send at most {largest:.0f} bytes, less than codec.min_bytes={min_bytes}")
+    if asked != "auto":
+        return choice(asked, off, "as configured")
+    times = off | {codec: coded_seconds(block, cluster, name, codec, degrees)
+                   for codec in TRIED[name] if codec in cluster.codecs}
+    best = min(times, key=lambda codec: times[codec])
+    if len(times) == 1:
+        return choice(None, times, f"cluster {cluster.name!r} has no rates in codecs.{' or codecs.'.join(TRIED[name])}")
+    return choice(None if best == "off" else best, times, "fastest" if best != "off" else "coding takes longer")
+
+
+def coded_seconds(block: Block, cluster: Cluster, name: str, codec: str, degrees: Degrees) -> float:
+    return math.fsum(seconds(t, cluster) for t in tasks_of(block, name, codec, degrees))
+
+
+def tasks_of(block: Block, name: str, codec: str | None, degrees: Degrees) -> list[Task]:
+    """Tasks of one layer that move a class of tensors, coded or not."""
+    coded = replace(block, codec=() if codec is None else ((name, codec),))
+    graph = coded.graph(degrees, (), 1)
+    return [t for t in (*graph.forward.tasks, *graph.tail.tasks) if t.verb in VERBS[name] and t.layer == 0]
