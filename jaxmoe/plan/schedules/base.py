@@ -42,9 +42,10 @@ def by(key: Key) -> Order:
 
 
 def merged(pass_: Pass, key: Key) -> tuple[str, ...]:
-    """An issue order in which each stream serves its tasks sorted by key.
+    """An issue order in which each stream serves its tasks sorted by key; coding that waits for a collective behind
+    what compute has not done yet lets that go first.
 
-    Raises ValueError if the sorted streams wait for each other.
+    Raises ValueError if the sorted streams wait for each other otherwise.
     """
     ranked = sorted(pass_.tasks, key=key)
     queues = {s: [t for t in ranked if s in t.streams] for s in STREAMS}
@@ -57,13 +58,26 @@ def merged(pass_: Pass, key: Key) -> tuple[str, ...]:
                     set(pass_.after[task.name]) <= done):
                 break
         else:
-            stuck = next(queues[s][heads[s]].name for s in STREAMS if heads[s] < len(queues[s]))
-            raise ValueError(f"the streams' orders wait for each other at task {stuck!r}")
+            task = _instead_of_coding(queues["compute"], heads["compute"], lambda t: set(pass_.after[t.name]) <= done)
+            if task is None:
+                stuck = next(queues[s][heads[s]].name for s in STREAMS if heads[s] < len(queues[s]))
+                raise ValueError(f"the streams' orders wait for each other at task {stuck!r}")
         order.append(task.name)
         done.add(task.name)
         for s in task.streams:
             heads[s] += 1
     return tuple(order)
+
+
+def _instead_of_coding(queue: list[Task], head: int, is_ready: Callable[[Task], bool]) -> Task | None:
+    """The next task of a queue that is ready, moved to its head, if coding is there."""
+    if head == len(queue) or queue[head].kind.partition(":")[0] not in ("encode", "decode"):
+        return None
+    task = next((t for t in queue[head:] if is_ready(t)), None)
+    if task is not None:
+        queue.remove(task)
+        queue.insert(head, task)
+    return task
 
 
 @dataclass
