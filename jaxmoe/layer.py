@@ -17,8 +17,7 @@ from .experts import ExpertWeights, experts
 from .mesh import Roles, axes_size
 from .parameters import normal
 from .plan.tasks import Plan
-from .planned import planned_layer
-from .planning import layer_plan
+from .planned import layer_plan, planned_layer
 from .routing import Router, TopK, bias_update_rate, updated_bias
 from .routing.losses import statistics
 from .routing.tokens import outputs_of, tokens_of

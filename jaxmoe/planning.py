@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,9 @@ from .plan import codec_policy
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, load_cluster
 from .plan.passes import sm_aware
-from .plan.schedules import SCHEDULES
-from .plan.search import plan as search_plan
-from .plan.search import search
+from .plan.search import PLANNERS, search
 from .plan.tasks import Degrees, Plan
-from .planned import moe_block
-from .spec import Spec
 
-# schedule.kind -> what makes the plan.
-PLANNERS = SCHEDULES | {"auto": search_plan}
 # train.remat -> families of values that are kept for the backward pass.
 KEPT = {
     "none": SAVED,
@@ -118,12 +111,3 @@ def _layer_parameters(cfg: Any, mesh: AbstractMesh) -> tuple[dict[str, tuple[int
     found = stack_parameters(model.blocks[0])
     shapes = {n: tuple(v.get_value().shape[1:]) for n, v in found.items()}
     return shapes, {n: P(*tuple(v.get_metadata("spec", P()))[1:]) for n, v in found.items()}
-
-
-@lru_cache(maxsize=64)
-def layer_plan(schedule: str, spec: Spec, batch: int, sequence: int, cluster: str = "8x8-h100") -> Plan:
-    """The plan of one MoE layer for a global batch [batch, sequence]."""
-    if schedule not in PLANNERS:
-        raise ValueError(f"schedule must be None, a Plan or one of {', '.join(PLANNERS)}, got {schedule!r}")
-    costs = load_cluster(cluster)
-    return PLANNERS[schedule](moe_block(spec, batch, sequence, links=dict(costs.links)), costs)

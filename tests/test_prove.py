@@ -15,8 +15,8 @@ from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.prove import Computation, Flight, Instruction, judge, read
 from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.tasks import Degrees
-from jaxmoe.planned import moe_block
-from jaxmoe.planning import layer_plan, plan
+from jaxmoe.planned import layer_plan, moe_block
+from jaxmoe.planning import plan
 from jaxmoe.proof import prove, prove_layer
 from jaxmoe.spec import Spec
 

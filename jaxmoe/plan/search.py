@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .block import SAVED, Block
@@ -181,3 +181,7 @@ def _faster(link: Link) -> Link:
         return cost and cost.model_copy(update={"seconds_per_byte": cost.seconds_per_byte / FASTER})
 
     return Link(**{kind: half(getattr(link, kind)) for kind in Link.model_fields})
+
+
+# schedule.kind -> what makes the plan.
+PLANNERS: dict[str, Callable[..., Plan]] = SCHEDULES | {"auto": plan}

@@ -2,4 +2,5 @@
 
 from .blocks import attention_block as attention_block
 from .blocks import moe_block as moe_block
+from .layer import layer_plan as layer_plan
 from .layer import planned_layer as planned_layer

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import jax
 
 from ..dispatch import Slots
 from ..experts import ExpertWeights
+from ..plan.cluster import load_cluster
 from ..plan.execute import Verbs, stack
+from ..plan.search import PLANNERS
 from ..plan.tasks import Plan
 from ..spec import Spec
 from ..types import Groups
+from .blocks import moe_block
 from .exchange import metrics_of
 from .moe import MoEVerbs
 from .parameters import parameter_verbs
@@ -47,3 +51,12 @@ def planned_layer(
     y_BSD, aux, counted = run(x_BSD, jax.tree.map(lambda a: a[None], params), consts, layered)
     aux = aux._replace(metrics=aux.metrics | metrics_of(counted))
     return y_BSD.astype(x_BSD.dtype), jax.tree.map(lambda a: a[0], aux)
+
+
+@lru_cache(maxsize=64)
+def layer_plan(schedule: str, spec: Spec, batch: int, sequence: int, cluster: str = "8x8-h100") -> Plan:
+    """The plan of one MoE layer for a global batch [batch, sequence]."""
+    if schedule not in PLANNERS:
+        raise ValueError(f"schedule must be None, a Plan or one of {', '.join(PLANNERS)}, got {schedule!r}")
+    costs = load_cluster(cluster)
+    return PLANNERS[schedule](moe_block(spec, batch, sequence, links=dict(costs.links)), costs)
