@@ -21,7 +21,7 @@ VERBS = {
     "combine": ("encode_combine", "combine", "decode_combine"),
     "parameters": ("param_gather",), "gradients": ("grad_reduce",),
 }
-# Formats that "auto" tries. Rows of slots and buckets hold empty ones, which overflow x3p (measured: docs/codec.md).
+# Formats that "auto" tries. Rows differ in scale and may be empty, which x4s bears better (measured: docs/codec.md).
 TRIED = {"dispatch": ("x4s",), "combine": ("x4s",), "parameters": ("x3p", "x4s"), "gradients": ("x3p", "x4s")}
 
 

@@ -1,0 +1,155 @@
+"""Coded collectives, and a train step with and without them, between test hosts joined by slow links.
+
+    benchmarks/netlab/netlab 2 100mbit -- python benchmarks/netlab/measure.py collectives
+    benchmarks/netlab/netlab 2 400mbit -- python benchmarks/netlab/measure.py steps
+
+Needs root and Debian's iproute2 (see netlab). Every host is a process with two CPU devices on one core. Times are
+medians of interleaved runs in the first host's clock, ratios medians of those of one turn; "raw" sends the same 16-bit
+words uncoded, in the same tasks. Prints one Markdown table.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from jaxmoe import collectives, load_config  # noqa: E402
+from jaxmoe.distributed import initialize  # noqa: E402
+from jaxmoe.measure.codec import bench_codec  # noqa: E402
+from jaxmoe.measure.profile import profile  # noqa: E402
+from jaxmoe.mesh import make_mesh  # noqa: E402
+from jaxmoe.plan import codec_policy  # noqa: E402
+from jaxmoe.plan.block import CLASSES  # noqa: E402
+from jaxmoe.plan.cluster import Cluster, Codec  # noqa: E402
+from jaxmoe.plan.schedules import SCHEDULES  # noqa: E402
+from jaxmoe.plan.tasks import Degrees  # noqa: E402
+from jaxmoe.planning import block_of  # noqa: E402
+from jaxmoe.training.step import compiled_step, init_state  # noqa: E402
+
+CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
+FORMATS = ("raw", "x4s", "x3p")
+LINKS = {"node": "inter", "gpu": "intra"}
+
+
+def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, called in turns, after one call each."""
+    for call in calls.values():
+        jax.block_until_ready(call())
+    times = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            multihost_utils.sync_global_devices("turn")
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratio(times: list[float], base: list[float]) -> str:
+    return f"{median(t / b for t, b in zip(times, base, strict=True)):.2f}"
+
+
+def collective_rows(mesh, values: int, repeats: int) -> list[list[str]]:
+    """Between hosts, on `values` normally distributed bfloat16 values of each device."""
+    spec = P(("node", "gpu"))
+    make = jax.jit(lambda: (0.02 * jax.random.normal(jax.random.key(0), (4 * values // 256, 256))).astype(jnp.bfloat16),
+                   out_shardings=NamedSharding(mesh, spec))
+    x, rows = make(), []
+    for name in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
+        calls = {}
+        for fmt in FORMATS:
+            verb = partial(getattr(collectives, name), axes=("node",), codec=fmt)
+            out = P("gpu") if name == "all_reduce" else spec
+            mapped = jax.jit(jax.shard_map(lambda x, verb=verb: verb(x), mesh=mesh, in_specs=spec, out_specs=out))
+            calls[fmt] = partial(mapped, x)
+        times = interleaved(calls, repeats)
+        rows.append([name, *(f"{median(times[f]):.3f}" for f in FORMATS),
+                     *(ratio(times[f], times["raw"]) for f in FORMATS[1:])])
+    return rows
+
+
+def measured_cluster(mesh, repeats: int) -> Cluster:
+    """The first host's measurements, on every host. Both devices of a host share a core, so codec rates are halved."""
+    found, _ = profile(mesh, LINKS, "netlab", sizes=(2**16, 2**18, 2**20), widths=(64, 128, 256), repeats=repeats)
+    codecs = {row["format"]: Codec(origin="measured", ratio=row["ratio"],
+                                   encode_bytes_per_second=row["encode_bytes_per_second"] / 2,
+                                   decode_bytes_per_second=row["decode_bytes_per_second"] / 2)
+              for row in bench_codec(formats=FORMATS[1:], peers=False, repeats=repeats)}
+    text = found.model_copy(update={"codecs": codecs}).to_toml().encode()
+    buffer = np.zeros(2**16, np.uint8)
+    buffer[: len(text)] = np.frombuffer(text, np.uint8)
+    return Cluster.from_toml(bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode())
+
+
+def stepper(cfg, mesh, plan) -> Callable:
+    """Train steps of the plan, each on the same batch."""
+    model, optimizer = init_state(cfg, mesh)
+    model.plan = plan
+    step = compiled_step(cfg, model, optimizer)
+    shape = (cfg.train.batch, cfg.model.seq + 1)
+    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, shape).astype(np.int32)
+    batch = jax.make_array_from_callback(shape, NamedSharding(mesh, P(("node", "gpu"))), lambda i: tokens[i])
+    return lambda: step(batch)["loss"]
+
+
+def step_rows(mesh, repeats: int) -> list[list[str]]:
+    """Rows of a schedule: seconds by format, and what auto chooses. Classes that are not coded are "raw"."""
+    cfg, rows = load_config(CONFIG), []
+    cluster = measured_cluster(mesh, 3)
+    block = block_of(cfg, cluster)
+    chosen = dict(codec_policy.codec_of(codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, "auto"))))
+    coded = {"raw": {}, "x4s": dict.fromkeys(CLASSES, "x4s"), "auto": chosen}
+    for name, degrees in (("sequential", Degrees()), ("pipemoe", Degrees(2, 2))):
+        calls, made = {}, {}
+        for label, formats in coded.items():   # what auto chooses may be one of the others
+            codec = tuple((tensors, formats.get(tensors, "raw")) for tensors in CLASSES)
+            if codec not in made:
+                made[codec] = stepper(cfg, mesh, SCHEDULES[name](replace(block, codec=codec), cluster, degrees))
+            calls[label] = made[codec]
+        times = interleaved(calls, repeats)
+        better = min(("raw", "x4s"), key=lambda label: median(times[label]))
+        choice = ", ".join(f"{tensors} {fmt}" for tensors, fmt in chosen.items()) or "nothing"
+        rows.append([name, *(f"{median(times[label]):.3f}" for label in coded), ratio(times["x4s"], times["raw"]),
+                     ratio(times["auto"], times[better]), choice])
+    return rows
+
+
+HEADS = {
+    "collectives": ["collective", *(f"{f}, s" for f in FORMATS), *(f"{f} / raw" for f in FORMATS[1:])],
+    "steps": ["schedule", "raw, s", "x4s, s", "auto, s", "x4s / raw", "auto / better", "auto codes"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=HEADS)
+    parser.add_argument("--values", type=int, default=2**20, help="collectives: values of a device")
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    environ = os.environ
+    initialize(environ["NETLAB_COORDINATOR"], int(environ["NETLAB_HOSTS"]), int(environ["NETLAB_RANK"]))
+    mesh = make_mesh(load_config(CONFIG))
+    rows = collective_rows(mesh, args.values, args.repeats) if args.what == "collectives" else step_rows(
+        mesh, args.repeats)
+    if jax.process_index() == 0:
+        for row in (HEADS[args.what], ["---"] * len(HEADS[args.what]), *rows):
+            print("| " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
