@@ -29,7 +29,7 @@ from jaxmoe import ExpertChoice, TopK
 
 pytestmark = pytest.mark.usefixtures("x64")
 PRODUCT = [c for c in itertools.product(PLACES, ROUTERS, LAYOUTS) if c[1:] != ("soft", "ragged")]
-MAIN = list(PLACES)[:8]   # no role, each alone, the usual mix, all of them
+MAIN = ("one-device", "expert", "fsdp", "all")   # with every router; other mixes of roles with top-k
 
 
 def covering():

@@ -49,14 +49,14 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name):
     layout = ("slots-tight", "ragged")[list(VARIANTS).index(name) % 2]
-    check_all_routings(make("all", layout, router=VARIANTS[name]))
+    check_all_routings(make(layout=layout, router=VARIANTS[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["slots-tight", "ragged"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_on_one_device(name, layout):
-    check_all_routings(make(layout=layout, router=VARIANTS[name]))
+def test_variants_on_a_mesh_with_all_roles(name, layout):
+    check_all_routings(make("all", layout, router=VARIANTS[name]))
 
 
 @pytest.mark.parametrize(("place", "layout"), [("one-device", "ragged"), ("all", "slots-tight")])
