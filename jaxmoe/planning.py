@@ -50,8 +50,10 @@ def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
 
 def codec_choices(cfg: Any, cluster: Cluster) -> tuple[codec_policy.Choice, ...]:
     """How each class of tensors is coded, as `[codec]` asks for, and why."""
-    block = block_of(cfg, cluster)
-    return codec_policy.choose(block, cluster, cfg.codec.asked, cfg.codec.min_bytes, _degrees(cfg))
+    block, degrees = block_of(cfg, cluster), _degrees(cfg)
+    if degrees is not None and block.chunk == "slots":   # schedules that cut otherwise say so themselves
+        degrees = Degrees(degrees.moe_forward, degrees.moe_backward)
+    return codec_policy.choose(block, cluster, cfg.codec.asked, cfg.codec.min_bytes, degrees)
 
 
 def coded(cfg: Any, cluster: Cluster) -> Block:
@@ -79,7 +81,8 @@ def _read(path: str, block: Block, free: tuple[str, ...]) -> Plan:
         found = Plan.from_json(Path(path).read_text())
     except OSError as e:
         raise ValueError(f"schedule.plan {path!r} cannot be read: {e.strerror}") from e
-    for name in set(Block.__dataclass_fields__) - {"links", "chunk", "segment", "fused", *free}:
+    free = ("links", "chunk", "segment", "fused", *free)
+    for name in (n for n in Block.__dataclass_fields__ if n not in free):
         if getattr(found.block, name) != getattr(block, name):
             raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "
                              f"has {getattr(block, name)!r}")
