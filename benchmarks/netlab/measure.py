@@ -35,7 +35,8 @@ from jaxmoe.measure.profile import profile  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
 from jaxmoe.plan import codec_policy  # noqa: E402
 from jaxmoe.plan.block import CLASSES  # noqa: E402
-from jaxmoe.plan.cluster import Cluster, Codec  # noqa: E402
+from jaxmoe.plan.cluster import AlphaBeta, Cluster, Codec, Link  # noqa: E402
+from jaxmoe.plan.cost import COLLECTIVES  # noqa: E402
 from jaxmoe.plan.schedules import SCHEDULES  # noqa: E402
 from jaxmoe.plan.tasks import Degrees  # noqa: E402
 from jaxmoe.planning import block_of  # noqa: E402
@@ -43,7 +44,7 @@ from jaxmoe.training.step import compiled_step, init_state  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
 FORMATS = ("raw", "x4s", "x3p")
-LINKS = {"node": "inter", "gpu": "intra"}
+LINKS: dict = {"node": "inter", "gpu": "intra"}
 
 
 def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
@@ -85,12 +86,14 @@ def collective_rows(mesh, values: int, repeats: int) -> list[list[str]]:
 
 def measured_cluster(mesh, repeats: int) -> Cluster:
     """The first host's measurements, on every host. Both devices of a host share a core, so codec rates are halved."""
-    found, _ = profile(mesh, LINKS, "netlab", sizes=(2**16, 2**18, 2**20), widths=(64, 128, 256), repeats=repeats)
+    found, _ = profile(mesh, {"node": "inter"}, "netlab", (2**18, 2**20, 2**22), (128, 256, 512), repeats)
     codecs = {row["format"]: Codec(origin="measured", ratio=row["ratio"],
                                    encode_bytes_per_second=row["encode_bytes_per_second"] / 2,
                                    decode_bytes_per_second=row["decode_bytes_per_second"] / 2)
               for row in bench_codec(formats=FORMATS[1:], peers=False, repeats=repeats)}
-    text = found.model_copy(update={"codecs": codecs}).to_toml().encode()
+    inside = AlphaBeta(origin="ours", alpha_seconds=1e-3, seconds_per_byte=1e-9)   # copies: too fast to be fitted
+    updates = {"codecs": codecs, "intra": Link(**dict.fromkeys(COLLECTIVES, inside)), "links": LINKS}
+    text = found.model_copy(update=updates).to_toml().encode()
     buffer = np.zeros(2**16, np.uint8)
     buffer[: len(text)] = np.frombuffer(text, np.uint8)
     return Cluster.from_toml(bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode())
