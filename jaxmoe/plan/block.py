@@ -159,6 +159,15 @@ class Block:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    @property
+    def token_dim(self) -> int:
+        """Dim of activations [B, S, D] that token parts are cut along."""
+        return 1 if self.chunk == "sequence" else 0
+
+    def token_parts(self, degrees: Degrees) -> int:
+        """Parts that MoE work, and the residual stream between blocks, come in; the same forward and backward."""
+        return 1 if self.chunk == "slots" else degrees.moe_forward
+
     def graph(self, degrees: Degrees, saved: tuple[str, ...], slices: int) -> TaskGraph:
         """saved: names of families to keep for the backward pass."""
         self._check(degrees)

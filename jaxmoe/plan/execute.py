@@ -220,14 +220,10 @@ class _Program:
 
     def _split(self, x_BSD):
         parts = len(self.inputs)
-        return [x_BSD] if parts == 1 else jnp.split(x_BSD, parts, self._dim)
+        return [x_BSD] if parts == 1 else jnp.split(x_BSD, parts, self.block.token_dim)
 
     def _join(self, parts):
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self._dim)
-
-    @property
-    def _dim(self) -> int:
-        return 1 if self.block.chunk == "sequence" else 0
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.block.token_dim)
 
     def _saved(self, env: Env) -> Env:
         """What the backward pass needs; whole where its chunks are others than the forward pass's."""

@@ -37,13 +37,8 @@ class AttentionVerbs:
         }
 
     @property
-    def dim(self) -> int:
-        return 1 if self.block.chunk == "sequence" else 0
-
-    @property
     def parts(self) -> int:
-        """Pieces that the residual stream comes in."""
-        return 1 if self.block.chunk == "slots" else self.degrees.moe_forward
+        return self.block.token_parts(self.degrees)
 
     @property
     def dense(self) -> int:
@@ -55,10 +50,10 @@ class AttentionVerbs:
 
     def stream(self, task: Task, values: dict[str, list]) -> jax.Array:
         """This task's piece of the residual stream."""
-        return piece(values["x"], part_of(task), self.dense, self.parts, self.dim)
+        return piece(values["x"], part_of(task), self.dense, self.parts, self.block.token_dim)
 
     def stream_gradient(self, task: Task, g: jax.Array) -> list[jax.Array]:
-        return piece_gradient(g, part_of(task), self.dense, self.parts, self.dim)
+        return piece_gradient(g, part_of(task), self.dense, self.parts, self.block.token_dim)
 
     def gather(self, task: Task, reads, consts):
         return (all_gather(self.stream(task, by_family(task.reads, reads)), self.model, 1),)
@@ -79,7 +74,7 @@ class AttentionVerbs:
         values = by_family(task.reads, reads)
         x_BSD = values["xg"][0] if "xg" in values else self.stream(task, values)
         x_BSD = rms_norm(x_BSD, values["attention_norm"][0], self.norm_eps)
-        positions_BS = piece([consts["positions"]], part_of(task), self.dense, 1, self.dim)
+        positions_BS = piece([consts["positions"]], part_of(task), self.dense, 1, self.block.token_dim)
 
         def heads(name):
             y = x_BSD @ values[name][0].astype(x_BSD.dtype)
@@ -102,7 +97,7 @@ class AttentionVerbs:
     def mask(self, queries: int, keys: int, i: int, documents_BS) -> jax.Array | None:
         mask = None
         if documents_BS is not None:
-            of_queries = piece([documents_BS], i, self.dense, 1, self.dim)
+            of_queries = piece([documents_BS], i, self.dense, 1, self.block.token_dim)
             of_keys = documents_BS[:, :keys] if self.block.chunk == "sequence" else of_queries
             mask = of_queries[:, :, None] == of_keys[:, None, :]
         if queries < keys:   # causality with the queries at the end

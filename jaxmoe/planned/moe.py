@@ -57,13 +57,8 @@ class MoEVerbs:
         }
 
     @property
-    def dim(self) -> int:
-        """Dim of activations [B, S, D] that token parts are cut along."""
-        return 1 if self.block.chunk == "sequence" else 0
-
-    @property
     def parts(self) -> int:
-        return 1 if self.block.chunk == "slots" else self.degrees.moe_forward
+        return self.block.token_parts(self.degrees)
 
     def groups_of_part(self) -> Groups:
         g, parts = self.groups, self.parts
@@ -76,12 +71,12 @@ class MoEVerbs:
 
     def part_of_tokens(self, consts: dict, part: int) -> dict[str, jax.Array]:
         names = [n for n in ("mask", "index", "segment", "forced") if n in consts]
-        return {n: piece([consts[n]], part, self.parts, 1, self.dim) for n in names}
+        return {n: piece([consts[n]], part, self.parts, 1, self.block.token_dim) for n in names}
 
     def route(self, task: Task, reads, consts):
         values, part = by_family(task.reads, reads), part_of(task)
         if "h" in values:
-            x_BSD = piece(values["h"], part, self.parts, self.degrees.dense_forward, self.dim)
+            x_BSD = piece(values["h"], part, self.parts, self.degrees.dense_forward, self.block.token_dim)
         else:
             x_BSD = values["x"][0]
         if self.norm_eps is not None:
@@ -100,18 +95,17 @@ class MoEVerbs:
     def tally(self, task: Task, reads, consts):
         values, groups = by_family(task.reads, reads), self.groups
         parts = self.groups_of_part()
-        dim = 1 if self.block.chunk == "sequence" else 0
 
         def whole(arrays):
             cut = [a.reshape(parts.local, -1, *a.shape[1:]) for a in arrays]
-            a = cut[0] if len(cut) == 1 else jnp.concatenate(cut, dim)
+            a = cut[0] if len(cut) == 1 else jnp.concatenate(cut, self.block.token_dim)
             return a.reshape(-1, *a.shape[2:])
 
         choice = {name: whole([c[name] for c in values["choice"]]) for name in ("experts", "chosen", "valid", "bad")}
         dropped = sum(c["dropped"] for c in values["choice"])
         routing = Routing(choice["experts"], whole(values["weights"]), choice["chosen"], whole(values["scores"]),
                           whole(values["logits"]))
-        by_token = {n: consts[n] for n in ("mask", "index", "segment")} | {"x": consts["mask"][..., None]}
+        by_token = {n: consts[n] for n in ("mask", "index", "segment")}
         tokens, _ = tokens_of(by_token | {"x": jnp.zeros((*consts["mask"].shape, 1))}, groups)
         tokens = tokens._replace(valid_T=choice["valid"])
         return (tally(routing, tokens, groups, jnp.asarray(dropped), choice["bad"].sum(), self.spec.load_balance),)
@@ -125,10 +119,7 @@ class MoEVerbs:
         d_tally = {n: d for n, d in d_sums.items() if n != "largest_load"}
         E, local = self.spec.num_experts, self.groups.local
         d_tally["loads_GE"] = jnp.zeros((local, E), d_tally["pairs_E"].dtype)
-        return (self.spread(d_tally),)
-
-    def spread(self, tree):
-        return vary_over(tree, self.spec.roles.token_axes if self.spec.mesh is not None else ())
+        return (vary_over(d_tally, self.spec.roles.token_axes if self.spec.mesh is not None else ()),)
 
     def losses(self, task: Task, reads, consts):
         spec, groups = self.spec, self.groups
@@ -140,7 +131,7 @@ class MoEVerbs:
         y_BSD = self._outputs(values, consts)
         if "h" not in values:
             return (y_BSD,)
-        return (piece(values["h"], part_of(task), self.parts, self.degrees.dense_forward, self.dim) + y_BSD,)
+        return (piece(values["h"], part_of(task), self.parts, self.degrees.dense_forward, self.block.token_dim) + y_BSD,)
 
     def _outputs(self, values: dict[str, list], consts):
         choice, groups = values["choice"][0], self.groups_of_part()
@@ -166,7 +157,7 @@ class MoEVerbs:
         _, pullback = jax.vjp(run, *(values[v] for v in pulled))
         found = dict(zip(pulled, pullback(d_BSD), strict=True))
         choice = next(v for n, v in values.items() if n.startswith("choice"))
-        parts = piece_gradient(d_BSD, part_of(task), self.parts, self.degrees.dense_forward, self.dim)
+        parts = piece_gradient(d_BSD, part_of(task), self.parts, self.degrees.dense_forward, self.block.token_dim)
         residual = iter(parts)
         for v in wants:
             if v.startswith("h."):
