@@ -73,12 +73,13 @@ class MoEVerbs:
         names = [n for n in ("mask", "index", "segment", "forced") if n in consts]
         return {n: piece([consts[n]], part, self.parts, 1, self.block.token_dim) for n in names}
 
+    def residual(self, values: dict[str, list], part: int) -> jax.Array:
+        """A part of what attention gave."""
+        return piece(values["h"], part, self.parts, self.degrees.dense_forward, self.block.token_dim)
+
     def route(self, task: Task, reads, consts):
         values, part = by_family(task.reads, reads), part_of(task)
-        if "h" in values:
-            x_BSD = piece(values["h"], part, self.parts, self.degrees.dense_forward, self.block.token_dim)
-        else:
-            x_BSD = values["x"][0]
+        x_BSD = self.residual(values, part) if "h" in values else values["x"][0]
         if self.norm_eps is not None:
             x_BSD = rms_norm(x_BSD, values["ffn_norm"][0], self.norm_eps)
         groups = self.groups_of_part()
@@ -131,7 +132,7 @@ class MoEVerbs:
         y_BSD = self._outputs(values, consts)
         if "h" not in values:
             return (y_BSD,)
-        return (piece(values["h"], part_of(task), self.parts, self.degrees.dense_forward, self.block.token_dim) + y_BSD,)
+        return (self.residual(values, part_of(task)) + y_BSD,)
 
     def _outputs(self, values: dict[str, list], consts):
         choice, groups = values["choice"][0], self.groups_of_part()
