@@ -90,6 +90,7 @@ def _read(path: Path) -> str:
 def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, trace: Path | None,
           as_json: bool, choices: tuple[Any, ...] = ()) -> None:
     from ..plan import draw
+    from ..plan.search import explain
     from ..plan.simulate import simulate as run
 
     whole, segment = run(plan, cluster), run(plan, cluster, plan.block.segment)
@@ -111,6 +112,7 @@ def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, t
     print(f"{plan.schedule}, degrees {found['degrees']}: the stack of {plan.block.layers} layers takes "
           f"{whole.makespan * 1e3:.2f} ms forward and backward (modelled; bound {whole.bound_seconds * 1e3:.2f} ms, "
           f"exposed communication {whole.exposed_seconds * 1e3:.2f} ms)")
+    print(explain(plan, cluster))
     for choice in choices:
         times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in choice.seconds.items())
         print(f"  codec of {choice.tensors}: {choice.codec or 'off'} ({choice.why}; {choice.bytes:.3g} bytes, {times})")
