@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from ..plan.orders import behind
 from ..plan.simulate import Prepared
 from ..plan.tasks import Task
 from . import fsmoe, grid
@@ -56,7 +57,7 @@ def pipeline(p: int, q: int, lag: int, backward: bool) -> Prepared:
             above = [f"combine.{phase}.{k}" for k in range(q)]
             compute.append([f"experts.{phase}.{k}" for k in range(q)])
             links += [f"dispatch.{phase}.{k}" for k in range(q)] + above
-    return grid.prepare(tasks, [*_interleave(compute[backward:], compute[:backward], p, q, lag), *links])
+    return grid.prepare(tasks, [*_interleave(compute[backward:], compute[:backward], lag), *links])
 
 
 def _attention(phase: int, p: int, above: Sequence[str], backward: bool) -> list[Task]:
@@ -81,17 +82,11 @@ def _last_above(above: Sequence[str], k: int, count: int) -> list[str]:
     return [above[-(-(k + 1) * len(above) // count) - 1]] if above else []
 
 
-def _interleave(phases: list[list[str]], start: list[list[str]], p: int, q: int, lag: int) -> list[str]:
+def _interleave(phases: list[list[str]], start: list[list[str]], lag: int) -> list[str]:
     """Compute's order: `start`, then each attention phase with the MoE phase behind it, if there is one."""
     order = [n for phase in start for n in phase]
-    for attention, experts in zip_longest(phases[::2], phases[1::2], fillvalue=()):
-        placed = 0
-        for i, name in enumerate(attention):
-            order.append(name)
-            while placed < len(experts) and -(-(placed + 1) * p // q) + lag <= i + 1:
-                order.append(experts[placed])
-                placed += 1
-        order += experts[placed:]
+    for attention, experts in zip_longest(phases[::2], phases[1::2], fillvalue=[]):
+        order += behind([[n] for n in attention], [[n] for n in experts], lag)
     return order
 
 
