@@ -167,6 +167,11 @@ class ScheduleConfig(Section):
     barriers: bool = True
     sm_aware: bool = False
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether stacks run as a plan says, one that is made or one that is read."""
+        return self.kind != "plain" or self.plan is not None
+
 
 class CodecConfig(Section):
     """How collectives of a planned schedule are coded, without loss.
@@ -401,7 +406,7 @@ def _check_train(cfg: Config) -> None:
 
 
 def _check_schedule(cfg: Config) -> None:
-    if cfg.schedule.kind == "plain" and cfg.schedule.plan is None:
+    if not cfg.schedule.is_planned:
         return
     for key, value, want in (("model.scan", cfg.model.scan, True), ("model.moe_every", cfg.model.moe_every, 1)):
         if value != want:
@@ -418,7 +423,7 @@ def _check_codec(cfg: Config) -> None:
     if not asked:
         return
     key, value = next(iter(asked.items()))
-    if cfg.schedule.kind == "plain" and cfg.schedule.plan is None:
+    if not cfg.schedule.is_planned:
         raise ConfigError(f'codec.{key}="{value}" needs a planned schedule: schedule.kind must not be "plain"')
     for key, value in asked.items():
         if value.endswith(":as-bf16") and key != "gradients":

@@ -81,7 +81,7 @@ def init_state(cfg: Any, mesh: jax.sharding.Mesh) -> tuple[nnx.Module, nnx.Optim
     from jaxmoe.models.decoder import DecoderLM
 
     model = DecoderLM(cfg, mesh, rngs=nnx.Rngs(cfg.train.seed))
-    if cfg.schedule.kind != "plain" or cfg.schedule.plan is not None:
+    if cfg.schedule.is_planned:
         model.plan = plan(cfg)
     optimizer = nnx.Optimizer(model, make_optimizer(cfg), wrt=nnx.Param)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
