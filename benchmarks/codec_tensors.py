@@ -22,9 +22,9 @@ from jaxmoe.cli.common import prepare_devices  # noqa: E402
 from jaxmoe.config import ScheduleConfig  # noqa: E402
 from jaxmoe.measure.codec import bench_codec  # noqa: E402
 from jaxmoe.models.decoder import spec_of  # noqa: E402
-from jaxmoe.plan.block import family  # noqa: E402
 from jaxmoe.plan.cluster import load_cluster  # noqa: E402
 from jaxmoe.plan.schedules import SCHEDULES  # noqa: E402
+from jaxmoe.plan.tasks import family  # noqa: E402
 from jaxmoe.planned.attention import AttentionVerbs  # noqa: E402
 from jaxmoe.planned.decoder import decoder_block, stack_parameters  # noqa: E402
 from jaxmoe.planned.layer import moe_verbs  # noqa: E402

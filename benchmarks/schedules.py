@@ -15,8 +15,9 @@ from jaxmoe.cli.common import overrides
 from jaxmoe.config import load_config
 from jaxmoe.plan import draw
 from jaxmoe.plan.cluster import Cluster, load_cluster
+from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.simulate import simulate
-from jaxmoe.plan.tasks import Degrees, Plan
+from jaxmoe.plan.tasks import Degrees
 from jaxmoe.planning import PLANNERS, block_of
 
 DRAWN = 4

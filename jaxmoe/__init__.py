@@ -12,8 +12,8 @@ from .mesh import Roles as Roles
 from .mesh import make_mesh as make_mesh
 from .models import DecoderLM as DecoderLM
 from .plan.cluster import load_cluster as load_cluster
+from .plan.plan import Plan as Plan
 from .plan.simulate import simulate as simulate
-from .plan.tasks import Plan as Plan
 from .planning import plan as plan
 from .proof import prove as prove
 from .routing import Cosine as Cosine

@@ -16,7 +16,7 @@ from .dispatch import Dispatch, Slots
 from .experts import ExpertWeights, experts
 from .mesh import Roles, axes_size
 from .parameters import normal
-from .plan.tasks import Plan
+from .plan.plan import Plan
 from .planned import layer_plan, planned_layer
 from .routing import Router, TopK, bias_update_rate, updated_bias
 from .routing.losses import statistics

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .types import Axes
@@ -76,6 +76,14 @@ def make_mesh(cfg) -> Mesh:
             "change mesh.axes (one size may be -1)"
         )
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def abstract_mesh(cfg) -> AbstractMesh:
+    """The config's mesh without devices; a size -1 is what the present devices leave."""
+    sizes = dict(cfg.mesh.axes)
+    known = math.prod(s for s in sizes.values() if s != -1)
+    sizes = {name: max(jax.device_count() // known, 1) if s == -1 else s for name, s in sizes.items()}
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def batch_sharding(mesh: Mesh, roles: Roles) -> NamedSharding:

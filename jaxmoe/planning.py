@@ -6,15 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from .mesh import abstract_mesh
+from .models.decoder import DecoderLM, spec_of
 from .plan import codec_policy
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, load_cluster
 from .plan.passes import sm_aware
+from .plan.plan import Plan
 from .plan.search import PLANNERS, search
-from .plan.tasks import Degrees, Plan
+from .plan.tasks import Degrees
+from .planned.decoder import decoder_block, stack_parameters
 
 # train.remat -> families of values that are kept for the backward pass.
 KEPT = {
@@ -91,10 +97,6 @@ def _read(path: str, block: Block, free: tuple[str, ...]) -> Plan:
 
 def block_of(cfg: Any, cluster: Cluster) -> Block:
     """The block of a config's model, from shapes alone."""
-    from .models.decoder import spec_of
-    from .planned.decoder import decoder_block
-    from .training.describe import abstract_mesh
-
     mesh = abstract_mesh(cfg)
     shapes, specs = _layer_parameters(cfg, mesh)
     return decoder_block(cfg, spec_of(cfg, mesh), shapes, specs, cfg.train.batch // cfg.train.accumulate,
@@ -103,12 +105,6 @@ def block_of(cfg: Any, cluster: Cluster) -> Block:
 
 def _layer_parameters(cfg: Any, mesh: AbstractMesh) -> tuple[dict[str, tuple[int, ...]], dict[str, P]]:
     """Shapes and shardings of one layer of the scanned stack, by the names that plans use."""
-    import jax
-    from flax import nnx
-
-    from .models.decoder import DecoderLM
-    from .planned.decoder import stack_parameters
-
     key: Any = jax.random.key(0)
     model: Any = nnx.eval_shape(lambda: DecoderLM(cfg, mesh, rngs=nnx.Rngs(key)))  # type: ignore[arg-type]
     found = stack_parameters(model.blocks[0])

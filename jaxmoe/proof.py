@@ -16,8 +16,8 @@ from .experts import ExpertWeights
 from .layer import apply
 from .mesh import roles_of
 from .plan.cluster import Cluster, load_cluster
+from .plan.plan import Plan
 from .plan.prove import Report, compile_options, judge, read, target_devices
-from .plan.tasks import Plan
 from .planning import plan as make_plan
 from .spec import Spec
 

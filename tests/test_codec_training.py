@@ -13,8 +13,10 @@ from jaxmoe.config import ConfigError, from_dict
 from jaxmoe.plan import codec_policy
 from jaxmoe.plan.block import CLASSES
 from jaxmoe.plan.cluster import AlphaBeta, load_cluster
+from jaxmoe.plan.graph import task_graph
+from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.schedules import SCHEDULES
-from jaxmoe.plan.tasks import Degrees, Plan
+from jaxmoe.plan.tasks import Degrees
 from jaxmoe.planning import block_of, codec_choices, plan
 from jaxmoe.training.step import compiled_step, init_state
 
@@ -147,7 +149,7 @@ def test_schedules_order_coding_around_split_experts(kind):
 
 def test_wire_bytes_are_the_plans():
     block = block_of(LARGE, H100)
-    raw, coded = (next(t for t in replace(block, codec=codec).graph(Degrees(), (), 1).forward.tasks
+    raw, coded = (next(t for t in task_graph(replace(block, codec=codec), Degrees(), (), 1).forward.tasks
                        if t.verb == "dispatch").bytes for codec in ((), (("dispatch", "x4s"),)))
     assert 1.29 < raw / coded < 1.31
 

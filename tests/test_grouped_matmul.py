@@ -7,7 +7,7 @@ import pytest
 from jaxmoe.kernels.grouped_matmul import grouped_matmul, reference
 
 pytestmark = pytest.mark.core
-R, D, F, E = 700, 24, 40, 6   # two full tiles of 256 rows, and a rest that is no multiple of a small tile
+R, D, F, E = 700, 24, 40, 6   # two full tiles of 256 rows, and rests of every size
 SIZES = {
     "uneven": [100, 1, 300, 33, 260, 6], "full": [256, 256, 64, 64, 32, 28], "empty groups": [0, 300, 0, 0, 250, 0],
     "one takes all": [0, 0, R, 0, 0, 0], "unused rows": [31, 0, 290, 5, 0, 64], "no rows": [0] * E,

@@ -10,11 +10,14 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxmoe import Roles
 from jaxmoe.config import from_dict
-from jaxmoe.plan.block import SAVED, Block, cover, pieces
+from jaxmoe.plan.block import SAVED, Block, pieces
 from jaxmoe.plan.cluster import load_cluster
+from jaxmoe.plan.forward import cover
+from jaxmoe.plan.graph import task_graph
+from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.simulate import simulate
-from jaxmoe.plan.tasks import Degrees, Plan
+from jaxmoe.plan.tasks import Degrees
 from jaxmoe.planned import layer_plan
 from jaxmoe.planning import block_of, plan
 from jaxmoe.spec import Spec
@@ -46,7 +49,7 @@ def block(roles="expert+shard", dispatch="slots", chunk="slots", shared=1) -> Bl
 @pytest.mark.parametrize(("roles", "dispatch"), list(product(ROLES, ("slots", "ragged"))), ids=str)
 def test_every_value_is_written_once_before_it_is_read(roles, dispatch):
     degrees = Degrees(2, 2) if dispatch == "ragged" else Degrees(2, 4)
-    graph = block(roles, dispatch=dispatch).graph(degrees, SAVED, 3)
+    graph = task_graph(block(roles, dispatch=dispatch), degrees, SAVED, 3)
     inputs = {v for t in graph.forward.tasks for v in t.reads} - set(graph.forward.writers)
     assert {v.partition("@")[0] for v in inputs if not v.startswith("p:")} == {"x.0"}
     assert all(len(w) == 1 for w in graph.forward.writers.values())
@@ -59,7 +62,7 @@ def test_every_value_is_written_once_before_it_is_read(roles, dispatch):
 
 @pytest.mark.parametrize("saved", [SAVED, ("x",), ("x", "q", "k", "v", "hidden")], ids=len)
 def test_what_is_not_saved_is_recomputed(saved):
-    graph = block().graph(Degrees(2, 2), saved, 1)
+    graph = task_graph(block(), Degrees(2, 2), saved, 1)
     again = [t for t in graph.backward.tasks if t.direction == "recompute"]
     made = {v for t in again for v in t.writes}
     kept = {v for t in graph.backward.tasks for v in t.reads} - set(graph.backward.writers)
@@ -70,7 +73,7 @@ def test_what_is_not_saved_is_recomputed(saved):
 
 
 def test_all_flops_of_the_backward_pass_are_twice_the_forward_ones():
-    graph = block(shared=0).graph(Degrees(4, 2), SAVED, 1)
+    graph = task_graph(block(shared=0), Degrees(4, 2), SAVED, 1)
     forward, backward = (sum(t.flops for t in p.tasks if t.verb not in ("attend", "route"))
                          for p in (graph.forward, graph.backward))
     assert backward == pytest.approx(2 * forward)
@@ -78,10 +81,10 @@ def test_all_flops_of_the_backward_pass_are_twice_the_forward_ones():
 
 @pytest.mark.parametrize("degrees", [Degrees(1, 1), Degrees(4, 8)], ids=str)
 def test_bytes_do_not_depend_on_the_degree(degrees):
-    graph = block().graph(degrees, SAVED, 1)
+    graph = task_graph(block(), degrees, SAVED, 1)
     for kind in ("all_to_all", "all_gather", "reduce_scatter"):
         forward, backward = (sum(t.bytes for t in p.tasks if t.kind == kind) for p in (graph.forward, graph.backward))
-        one = sum(t.bytes for t in block().graph(Degrees(), SAVED, 1).forward.tasks if t.kind == kind)
+        one = sum(t.bytes for t in task_graph(block(), Degrees(), SAVED, 1).forward.tasks if t.kind == kind)
         assert forward == pytest.approx(one)
         assert kind != "all_to_all" or backward == pytest.approx(one)
 
@@ -172,7 +175,7 @@ def test_a_plan_for_other_shapes_is_refused(tmp_path):
 ])
 def test_degrees_that_do_not_fit(change, degrees, message):
     with pytest.raises(ValueError, match=message):
-        replace(block(), **change).graph(degrees, SAVED, 1)
+        task_graph(replace(block(), **change), degrees, SAVED, 1)
 
 
 def test_sequence_chunks_must_drop_nothing():

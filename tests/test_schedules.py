@@ -14,13 +14,15 @@ from jaxmoe.plan.block import SAVED
 from jaxmoe.plan.closed_forms import fsmoe_slack_seconds
 from jaxmoe.plan.cluster import Cluster, load_cluster
 from jaxmoe.plan.cost import durations
+from jaxmoe.plan.graph import task_graph
 from jaxmoe.plan.orders import Quick, behind, descend, fed, list_order, topological
 from jaxmoe.plan.passes import sm_aware
+from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.schedules import SCHEDULES, fsmoe, sp_moe
 from jaxmoe.plan.schedules.base import Trials, all_degrees
 from jaxmoe.plan.search import explain, search, variants
 from jaxmoe.plan.simulate import Prepared, simulate
-from jaxmoe.plan.tasks import Degrees, Plan
+from jaxmoe.plan.tasks import Degrees
 from jaxmoe.planning import plan
 from jaxmoe.proof import prove
 
@@ -88,7 +90,7 @@ def test_fsmoe_issues_three_loops_on_three_streams():
 
 
 def test_fsmoe_deals_slices_to_where_the_link_is_idle():
-    pass_ = SHAPES["slots"].graph(Degrees(4, 4), SAVED, 4).backward
+    pass_ = task_graph(SHAPES["slots"], Degrees(4, 4), SAVED, 4).backward
     seconds = durations(pass_, H100)
     places = fsmoe.slice_places(pass_, seconds)
     assert set(places) == {t.name for t in pass_.tasks if t.verb == "grad_reduce"}
@@ -122,7 +124,7 @@ def test_all_experts_follow_their_own_attention():
 def test_orders_are_orders_and_quick_agrees_with_the_simulator(shape):
     trials = Trials(SHAPES[shape], H100)
     degrees = next(d for d in all_degrees(SHAPES[shape]) if d.moe_forward > 1)
-    graph = SHAPES[shape].graph(degrees, SAVED, 2)
+    graph = task_graph(SHAPES[shape], degrees, SAVED, 2)
     for pass_ in (graph.forward, graph.backward):
         seconds = durations(pass_, H100)
         quick = Quick(pass_, seconds)
@@ -132,7 +134,7 @@ def test_orders_are_orders_and_quick_agrees_with_the_simulator(shape):
             assert quick.makespan(order) >= quick.bound() * (1 - 1e-9)
         better = descend(pass_, order, seconds, trials=50)
         assert quick.makespan(better) <= quick.makespan(order) * (1 + 1e-12)
-    assert trials.graph(Trials(SHAPES[shape], H100).search(fsmoe_orders(), [degrees])) is not None
+    assert trials.fits(Trials(SHAPES[shape], H100).search(fsmoe_orders(), [degrees]))
 
 
 def fsmoe_orders():
@@ -140,7 +142,7 @@ def fsmoe_orders():
 
 
 def test_streams_that_wait_for_each_other_are_found():
-    pass_ = SHAPES["slots"].graph(Degrees(2, 2), SAVED, 1).forward
+    pass_ = task_graph(SHAPES["slots"], Degrees(2, 2), SAVED, 1).forward
     order = list(topological(pass_))
     one, two = order.index("attn_in.0@0"), order.index("attn_out.0@0")
     order[one], order[two] = order[two], order[one]

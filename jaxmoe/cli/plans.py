@@ -46,7 +46,7 @@ def simulate(
 ) -> None:
     """Simulate a saved plan on a cluster. Times are modelled."""
     from ..plan.cluster import load_cluster
-    from ..plan.tasks import Plan
+    from ..plan.plan import Plan
 
     _show(Plan.from_json(_read(plan)), load_cluster(cluster), {}, timeline, trace, as_json)
 
@@ -65,7 +65,7 @@ def prove(
 
     cfg = load_config(config, overrides(context.args))
     pin_cpu_without_gpu()
-    from ..plan.tasks import Plan
+    from ..plan.plan import Plan
     from ..proof import prove as proven
 
     report = proven(cfg, _cluster(cfg, cluster), None if plan is None else Plan.from_json(_read(plan)))

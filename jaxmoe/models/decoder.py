@@ -17,7 +17,7 @@ from ..mesh import Roles, axes_size, roles_of
 from ..norm import rms_norm
 from ..parameters import normal, ones
 from ..plan.block import CLASSES
-from ..plan.tasks import Plan
+from ..plan.plan import Plan
 from ..planned.attention import AttentionVerbs
 from ..planned.decoder import planned_stack
 from ..planned.exchange import CODEC_METRICS

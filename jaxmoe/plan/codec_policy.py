@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from .block import CLASSES, Block
 from .cluster import Cluster
 from .cost import seconds
+from .graph import task_graph
 from .tasks import Degrees, Task
 
 VERBS = {
@@ -80,5 +81,5 @@ def coded_seconds(block: Block, cluster: Cluster, name: str, codec: str, degrees
 def tasks_of(block: Block, name: str, codec: str | None, degrees: Degrees) -> list[Task]:
     """Tasks of one layer that move a class of tensors, coded or not."""
     coded = replace(block, codec=() if codec is None else ((name, codec),))
-    graph = coded.graph(degrees, (), 1)
+    graph = task_graph(coded, degrees, (), 1)
     return [t for t in (*graph.forward.tasks, *graph.tail.tasks) if t.verb in VERBS[name] and t.layer == 0]

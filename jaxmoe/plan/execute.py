@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from ..collectives import Counters, added, no_counters, pmax, psum
 from ..compat import vary_like, vary_over
-from .block import INTEGERS, Block, family, pieces
+from .block import Block, pieces
+from .plan import Plan
 from .streams import Env, issue
-from .tasks import Pass, Plan, Span, Task
+from .tasks import INTEGERS, Pass, Span, Task, family
 
 Counts = dict[str, Counters]   # by tensor class
 

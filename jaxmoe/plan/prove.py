@@ -16,7 +16,8 @@ from typing import Any
 
 from .cluster import Cluster, gpu_description
 from .cost import durations
-from .tasks import STREAMS, Pass, Plan, Span, Task
+from .plan import Plan
+from .tasks import STREAMS, Pass, Span, Task
 
 COLLECTIVE = re.compile(r"^(all-to-all|all-gather|reduce-scatter|all-reduce|collective-permute|ragged-all-to-all)")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")

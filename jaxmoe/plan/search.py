@@ -18,10 +18,11 @@ from .block import SAVED, Block
 from .cluster import AlphaBeta, Cluster, Link
 from .cost import durations
 from .orders import Order, improved
+from .plan import Plan
 from .schedules import SCHEDULES, mast, sp_moe
 from .schedules.base import SLICES, Choice, Orders, Trials, all_degrees
 from .simulate import Timeline, simulate, slowdown
-from .tasks import STREAMS, Degrees, Plan, TaskGraph
+from .tasks import STREAMS, Degrees, TaskGraph
 
 FORWARD: tuple[Order, ...] = (*mast.FORWARD, *dict.fromkeys(o.forward for o in sp_moe.ORDERS))
 BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *dict.fromkeys(o.backward for o in sp_moe.ORDERS))
@@ -97,7 +98,7 @@ class Combination:
 
     @property
     def graph(self) -> TaskGraph:
-        return self.trials.block.graph(self.choice.degrees, self.trials.saved, self.choice.slices)
+        return self.trials.graph(self.choice)
 
     @property
     def seconds(self) -> float:
@@ -119,7 +120,7 @@ def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], 
     best, count = None, trials.block.layers // trials.block.segment
     for d in degrees:
         choice = Choice(d, Orders(FORWARD[0], BACKWARD[0]), slices[0])
-        if trials.graph(choice) is None or trials.bound(choice) * count >= known:
+        if not trials.fits(choice) or trials.bound(choice) * count >= known:
             continue
         choice = _ordered(trials, choice, known / count)
         if choice is not None and (best is None or trials.seconds(choice) < trials.seconds(best)):
@@ -132,7 +133,7 @@ def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], 
 
 def _ordered(trials: Trials, choice: Choice, known: float) -> Choice | None:
     """With the fastest orders of those that are among the fastest without contention, if these take less than known."""
-    graph = trials.block.graph(choice.degrees, trials.saved, choice.slices)
+    graph = trials.graph(choice)
     ranked = [sorted(orders, key=lambda order, p=pass_: trials.alone(p, order))[:TRIED]
               for pass_, orders in ((graph.forward, FORWARD), (graph.backward, BACKWARD))]
     if trials.alone(graph.forward, ranked[0][0]) + trials.alone(graph.backward, ranked[1][0]) >= known:

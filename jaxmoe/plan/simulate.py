@@ -23,7 +23,8 @@ import numpy as np
 
 from .cluster import Cluster
 from .cost import durations as cost_durations
-from .tasks import STREAMS, Pass, Plan, Span, Task
+from .plan import Plan
+from .tasks import STREAMS, Pass, Span, Task
 
 COMPUTE, INTRA, INTER = 1, 2, 4
 WORTH = 0.05   # of a collective's time: compute tasks shorter than this are not planned beside it

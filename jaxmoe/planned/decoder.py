@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ..mesh import axes_size
 from ..plan.block import Block
 from ..plan.execute import Counts, no_counts, stack
-from ..plan.tasks import Plan
+from ..plan.plan import Plan
 from ..spec import Spec
 from ..types import Aux
 from .attention import AttentionVerbs

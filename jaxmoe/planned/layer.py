@@ -11,8 +11,8 @@ from ..dispatch import Slots
 from ..experts import ExpertWeights
 from ..plan.cluster import load_cluster
 from ..plan.execute import Verbs, stack
+from ..plan.plan import Plan
 from ..plan.search import PLANNERS
-from ..plan.tasks import Plan
 from ..spec import Spec
 from ..types import Groups
 from .blocks import moe_block

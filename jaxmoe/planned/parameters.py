@@ -10,9 +10,9 @@ from jax.flatten_util import ravel_pytree
 from ..collectives import Counters, added, all_gather, all_reduce, no_counters, psum, reduce_scatter
 from ..collectives.compressed import cut, joined
 from ..compat import vary_over
-from ..plan.block import CODED_GROUPS, Block, Param, family
+from ..plan.block import CODED_GROUPS, Block, Param
 from ..plan.execute import Verb
-from ..plan.tasks import Task, codec_of
+from ..plan.tasks import Task, codec_of, family
 from ..types import Axes
 
 Pieces = dict[str, tuple[Param, jax.Array]]

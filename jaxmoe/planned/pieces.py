@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ..experts import ExpertWeights
-from ..plan.block import family
-from ..plan.tasks import Task
+from ..plan.tasks import Task, family
 
 
 def by_family(names: tuple[str, ...], values: tuple) -> dict[str, list]:

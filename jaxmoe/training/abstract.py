@@ -9,14 +9,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..plan.tasks import Plan
+from ..models.decoder import DecoderLM
+from ..plan.plan import Plan
 from .step import make_optimizer
 
 
 def abstract_state(cfg: Any, mesh: Mesh, plan: Plan | None) -> tuple[Any, Any]:
     """(graph, state) of (model, optimizer), as `nnx.split` gives them, of shapes with shardings on mesh."""
-    from ..models.decoder import DecoderLM
-
     key = jax.random.key(0)
 
     def make() -> tuple[DecoderLM, nnx.Optimizer]:

@@ -7,25 +7,19 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from ..mesh import abstract_mesh
+from ..models.decoder import DecoderLM
+from ..routing import ROUTERS
 
 OPTIMIZER_COPIES = 2   # AdamW's two moments, stored as the parameters are
 TRAINING_OVER_FORWARD = 3   # the backward pass costs two forward passes
 
 
-def abstract_mesh(cfg: Any) -> AbstractMesh:
-    """The config's mesh without devices; a size -1 is what the present devices leave."""
-    sizes = dict(cfg.mesh.axes)
-    known = math.prod(s for s in sizes.values() if s != -1)
-    sizes = {name: max(jax.device_count() // known, 1) if s == -1 else s for name, s in sizes.items()}
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
 def abstract_parameters(cfg: Any, mesh: AbstractMesh) -> dict[str, tuple[jax.ShapeDtypeStruct, P]]:
     """Path -> (shape and type of the global array, sharding)."""
-    from jaxmoe.models.decoder import DecoderLM
-
     model: Any = nnx.eval_shape(lambda: DecoderLM(cfg, mesh, rngs=nnx.Rngs(0)))  # type: ignore[arg-type]
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -53,8 +47,6 @@ def describe(cfg: Any) -> dict[str, Any]:
     """Keys: parameters (rows of name, shape, sharding, bytes_per_device), total_parameters, active_parameters,
     parameter_bytes_per_device, optimizer_bytes_per_device, forward_flops_per_token, train_flops_per_token, mesh,
     unused_axes."""
-    from jaxmoe.routing import ROUTERS
-
     mesh = abstract_mesh(cfg)
     router = ROUTERS[cfg.moe.router.kind](**cfg.moe.router.model_dump(exclude={"kind"}))
     used = router.pairs_per_token(cfg.moe.num_experts) / cfg.moe.num_experts

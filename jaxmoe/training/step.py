@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxmoe.models.decoder import DecoderLM
 from jaxmoe.plan.block import CLASSES
 from jaxmoe.plan.execute import no_counts
 from jaxmoe.plan.prove import compile_options
@@ -78,8 +79,6 @@ def _place_like_params(opt_state: Any, params: Any, mesh: jax.sharding.Mesh) -> 
 
 def init_state(cfg: Any, mesh: jax.sharding.Mesh) -> tuple[nnx.Module, nnx.Optimizer]:
     """The model and its optimizer, whose state is sharded as the parameters are."""
-    from jaxmoe.models.decoder import DecoderLM
-
     model = DecoderLM(cfg, mesh, rngs=nnx.Rngs(cfg.train.seed))
     if cfg.schedule.is_planned:
         model.plan = plan(cfg)

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from ..cluster import Cluster
 from ..cost import durations
+from ..plan import Plan
 from ..simulate import Slowdown, candidates, issue_order, pin, simulate_pass, slowdown
-from ..tasks import Pass, Plan, Span
+from ..tasks import Pass, Span
 
 Ordered = tuple[tuple[str, ...], tuple[Span, ...]]
 

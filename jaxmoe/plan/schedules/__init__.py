@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..tasks import Plan
+from ..plan import Plan
 from . import fsmoe, mast, parm, pipemoe, sequential, sp_moe
 
 SCHEDULES: dict[str, Callable[..., Plan]] = {

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..cost import durations
+from ..graph import task_graph
 from ..orders import Order, Quick
+from ..plan import Plan
 from ..simulate import Prepared, Slowdown, issue_order, pin, simulate_pass, sure_seconds
-from ..tasks import STREAMS, Degrees, Pass, Plan, Span, Task, TaskGraph
+from ..tasks import STREAMS, Degrees, Pass, Span, Task, TaskGraph
 
 DEGREES = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
@@ -96,16 +98,21 @@ class Trials:
     orders: dict[tuple, tuple[str, ...]] = field(default_factory=dict)
     costs: dict[int, tuple[Pass, dict[str, float], Quick]] = field(default_factory=dict)
 
-    def graph(self, choice: Choice) -> TaskGraph | None:
-        """None if the block cannot be cut so."""
+    def graph(self, choice: Choice) -> TaskGraph:
+        """Raises ValueError if the block cannot be cut so."""
+        return task_graph(self.block, choice.degrees, self.saved, choice.slices)
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether the block can be cut so."""
         try:
-            return self.block.graph(choice.degrees, self.saved, choice.slices)
+            self.block.check_degrees(choice.degrees)
         except ValueError:
-            return None
+            return False
+        return True
 
     def seconds(self, choice: Choice) -> float:
         """Of a segment, forward and backward."""
-        graph = self.block.graph(choice.degrees, self.saved, choice.slices)
+        graph = self.graph(choice)
         return (self.pass_seconds(graph.forward, choice.orders.forward) +
                 self.pass_seconds(graph.backward, choice.orders.backward))
 
@@ -128,7 +135,7 @@ class Trials:
 
     def bound(self, choice: Choice) -> float:
         """Seconds of a segment that no order goes below."""
-        graph = self.block.graph(choice.degrees, self.saved, choice.slices)
+        graph = self.graph(choice)
         return sum(self._cost(p)[2].bound() for p in (graph.forward, graph.backward))
 
     def _cost(self, pass_: Pass) -> tuple[Pass, dict[str, float], Quick]:
@@ -144,7 +151,7 @@ class Trials:
         Raises ValueError if the block can be cut at none of several degrees.
         """
         choices = tuple(choices)
-        fit = [c for c in choices if self.graph(c) is not None]
+        fit = [c for c in choices if self.fits(c)]
         if fit:
             return min(fit, key=self.seconds)
         if len({c.degrees for c in choices}) > 1:
@@ -181,7 +188,7 @@ class Trials:
 
     def plan(self, name: str, choice: Choice, tied: bool = True) -> Plan:
         """tied: False leaves to XLA what flies beside what. Raises ValueError if the block cannot be cut so."""
-        graph = self.block.graph(choice.degrees, self.saved, choice.slices)
+        graph = self.graph(choice)
         made = [self.tied(p, o) if tied else (self.listed(p, o), ())
                 for p, o in ((graph.forward, choice.orders.forward), (graph.backward, choice.orders.backward))]
         (forward, forward_spans), (backward, backward_spans) = made

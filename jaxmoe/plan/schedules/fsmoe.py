@@ -21,7 +21,8 @@ from itertools import accumulate
 from ..block import SAVED, Block
 from ..closed_forms import fsmoe_slack_seconds, partition_gradients, place_rest
 from ..cluster import Cluster
-from ..tasks import Degrees, Pass, Plan, Task
+from ..plan import Plan
+from ..tasks import Degrees, Pass, Task
 from . import pipemoe
 from .base import SLICES, Key, Orders, Trials, by, merged, moe_degrees
 

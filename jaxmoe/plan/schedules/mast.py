@@ -21,7 +21,8 @@ from dataclasses import replace
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..orders import improved, list_order
-from ..tasks import Degrees, Pass, Plan, Task
+from ..plan import Plan
+from ..tasks import Degrees, Pass, Task
 from . import fsmoe, pipemoe
 from .base import SLICES, Order, Orders, Trials, all_degrees, by
 
@@ -47,7 +48,7 @@ def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices:
     """degrees, slices: None = the fastest in simulation."""
     trials = Trials(block, cluster, saved)
     best = trials.search(ORDERS, [degrees] if degrees else all_degrees(block), [slices] if slices else SLICES)
-    graph = block.graph(best.degrees, saved, best.slices)
+    graph = trials.graph(best)
     orders = Orders(trials.surest(graph.forward, (*FORWARD, improved(best.orders.forward))),
                     trials.surest(graph.backward, (*BACKWARD, improved(best.orders.backward))))
     return trials.plan("mast", replace(best, orders=orders))

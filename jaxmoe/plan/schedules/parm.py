@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from ..block import SAVED, Block
 from ..cluster import Cluster
-from ..tasks import Degrees, Plan
+from ..plan import Plan
+from ..tasks import Degrees
 from . import pipemoe
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from ..block import SAVED, Block
 from ..cluster import Cluster
-from ..tasks import Degrees, Plan, Task
+from ..plan import Plan
+from ..tasks import Degrees, Task
 from .base import Orders, Trials, by, moe_degrees, place
 
 FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "statistics": 3}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from ..block import SAVED, Block
 from ..cluster import Cluster
-from ..tasks import Degrees, Plan
+from ..plan import Plan
+from ..tasks import Degrees
 from .base import Choice, Orders, Trials, by
 
 ORDERS = Orders(by(lambda task: ()), by(lambda task: (task.verb == "grad_reduce",)))

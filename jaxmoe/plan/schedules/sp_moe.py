@@ -21,7 +21,8 @@ from functools import partial
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..orders import behind, fed
-from ..tasks import Degrees, Pass, Plan, Task
+from ..plan import Plan
+from ..tasks import Degrees, Pass, Task
 from .base import SLICES, Orders, Trials, all_degrees, place
 
 ATTENTION = {"attn_in": 0, "attend": 1, "attn_out": 2,

@@ -1,0 +1,144 @@
+"""Tasks of a backward segment: what is recomputed, what is pulled, and the reductions of parameters' gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Literal
+
+from ..codec import wire_bytes
+from .block import Block, Piece, pieces
+from .forward import forward_pass
+from .tasks import INTEGERS, Pass, Task, family
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A backward task of a verb. wants: families whose cotangents it makes ("*": all but integers and parameters).
+    needs: families whose values it needs. scale: its work over the forward task's. kind: if other than forward."""
+
+    suffix: str
+    direction: Literal["grad", "input_grad", "weight_grad"]
+    wants: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    scale: float = 1.0
+    kind: str | None = None
+
+
+# "*" stands for all values that are not parameters, "params" for those that are.
+PULLS: dict[str, tuple[Pull, ...]] = {
+    "attn_in": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "attend": (Pull("grad", "grad", ("*",), ("*",), 2.5),),
+    "attn_out": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                 Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "model_gather": (Pull("grad", "grad", ("*",), kind="reduce_scatter"),),
+    "model_scatter": (Pull("grad", "grad", ("*",), kind="all_gather"),),
+    "route": (Pull("grad", "grad", ("*", "params"), ("*", "params", "choice"), 2.0),),
+    "pack": (Pull("grad", "grad", ("*",), ("choice",)),),
+    **{verb: (Pull("grad", "grad", ("*",)),) for verb in ("dispatch", "encode_dispatch", "decode_dispatch")},
+    "expert_gather": (Pull("grad", "grad", ("*",), kind="reduce_scatter"),),
+    "experts_up": (Pull("dx", "input_grad", ("*",), ("params", "sizes")),
+                   Pull("dw", "weight_grad", ("params",), ("*", "params", "sizes"))),
+    "experts_down": (Pull("dx", "input_grad", ("*",), ("*", "params", "sizes")),
+                     Pull("dw", "weight_grad", ("params",), ("*", "params", "sizes"))),
+    "expert_reduce": (Pull("grad", "grad", ("*",), kind="all_gather"),),
+    **{verb: (Pull("grad", "grad", ("*",)),) for verb in ("combine", "encode_combine", "decode_combine")},
+    "unpack": (Pull("grad", "grad", ("*", "params"), ("back", "weights", "choice", "sizes", "n", "params"), 1.0),),
+    "shared_up": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                  Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "shared_down": (Pull("dx", "input_grad", ("*",), ("*", "params")),
+                    Pull("dw", "weight_grad", ("params",), ("*", "params"))),
+    "tally": (Pull("grad", "grad", ("*",), ("*", "choice")),),
+    "statistics": (Pull("grad", "grad", ("*",), kind="memory"),),
+    "losses": (Pull("grad", "grad", ("*",), ("*",)),),
+}
+
+
+@lru_cache(maxsize=256)
+def backward_pass(block: Block, moe: int, dense: int, saved: tuple[str, ...], slices: int) -> Pass:
+    """Recomputation of what pulls need where it is not saved, pulls in reverse order, and reductions."""
+    forward = forward_pass(block, moe, dense).tasks
+    params = {p.name for p in block.params}
+    is_param = lambda v: v.partition("@")[0] in params  # noqa: E731
+    select = lambda reads, what: tuple(  # noqa: E731
+        v for v in reads if _matches(v, is_param(v), what))
+    pulls, wanted = [], set()
+    for task in reversed(forward):
+        for pull in PULLS.get(task.verb, ()):
+            needs, wants = select(task.reads, pull.needs), select(task.reads, pull.wants)
+            if not wants:
+                continue
+            wanted |= set(needs)
+            cotangents = tuple(f"d:{v}" for v in task.writes if family(v) not in INTEGERS)
+            pulls.append(dataclasses.replace(
+                task, name=f"{task.name}:{pull.suffix}", reads=(*cotangents, *needs),
+                writes=(*(f"d:{v}" for v in wants), *_counted_back(task)), kind=pull.kind or _turned(task.kind),
+                flops=task.flops * pull.scale,
+                streams=("compute",) if pull.kind == "memory" else task.streams, direction=pull.direction,
+                of=task.name))
+    again = _recomputed(forward, wanted, lambda v: family(v) in saved and not is_param(v))
+    above = reductions(block, slices).tasks if block.layers > block.segment else ()
+    return Pass((*again, *pulls, *above))
+
+
+def _turned(kind: str) -> str:
+    """What was encoded is decoded on the way back, and the other way round."""
+    verb, colon, codec = kind.partition(":")
+    return {"encode": "decode", "decode": "encode"}.get(verb, verb) + colon + codec
+
+
+def _counted_back(task: Task) -> tuple[str, ...]:
+    """Counters of an exchange's way back, which ends where the forward one began."""
+    verb, _, rest = task.name.partition("_")
+    return (f"counted.{rest}:back",) if verb == "encode" else ()
+
+
+def _matches(value: str, param: bool, what: tuple[str, ...]) -> bool:
+    if param:
+        return "params" in what
+    fam = family(value)
+    return fam in what or ("*" in what and fam not in INTEGERS)
+
+
+def _recomputed(forward: Sequence[Task], wanted: set[str], is_kept) -> list[Task]:
+    """Forward tasks to run again so that all wanted values are there."""
+    wanted, chosen = set(wanted), []
+    for task in reversed(forward):
+        if any(v in wanted and not is_kept(v) for v in task.writes):
+            chosen.append(dataclasses.replace(task, name=f"{task.name}:again", direction="recompute", of=task.name,
+                                              writes=tuple(v for v in task.writes if family(v) == "counted" or
+                                                           (v in wanted and not is_kept(v)))))
+            wanted |= set(task.reads)
+    return chosen[::-1]
+
+
+@lru_cache(maxsize=256)
+def reductions(block: Block, slices: int) -> Pass:
+    """Reductions of the gradients of the segment above, which are pending when this one starts."""
+    tasks = []
+    for layer in range(block.segment):
+        for s, parts in enumerate(pieces(block, slices)):
+            axes = tuple(dict.fromkeys(a for p in parts for a in (*p.param.gather, *p.param.reduce)))
+            kind = "reduce_scatter" if all(p.param.gather for p in parts) else "all_reduce"
+            tasks.append(_reduction(block, f".{s}@{layer}", parts, axes, kind, layer, s))
+    return Pass(tuple(tasks))
+
+
+def _reduction(block: Block, at: str, parts: list[Piece], axes: tuple[str, ...], kind: str, layer: int, s: int) -> Task:
+    n, phases = block.size(axes), 1 if kind == "reduce_scatter" else 2
+    sizes = [(p.hi - p.lo) * p.param.size / (p.param.shape[0] if p.param.shape else 1) for p in parts]
+    codec = block.codec_of("gradients", sum(sizes) / n, "float32")
+    raw, encoded, decoded = sum(sizes) * 4, 0.0, 0.0
+    sent = phases * raw * (n - 1) / n
+    writes = [f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in parts]
+    if codec is not None:
+        sent = phases * (n - 1) * wire_bytes((ceil(sum(sizes) / n),), "float32", codec)
+        encoded, decoded = raw * (1 if phases == 1 else 1 + 1 / n), raw * phases
+        kind, writes = f"{kind}:{codec}", [*writes, f"counted.gradients{at}"]
+    reads = tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in parts))
+    return Task(f"grad_reduce{at}", "grad_reduce", block.streams(axes), reads, tuple(writes), kind, 0.0, sent,
+                encoded, decoded, layer, s)
