@@ -25,6 +25,7 @@ TARGETS = {
     "8 to 4": ("8 devices", {"a": 4}, FSDP), "8 to 2": ("8 devices", {"a": 2}, FSDP),
     "8 to 1": ("8 devices", {"a": 1}, FSDP),
 }
+FAST = ("expert 4", "model 4", "8 to 2")
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 8, 9)).astype(np.int32)
 
 
@@ -70,7 +71,8 @@ def saved(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("source", "axes", "parallel"), TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize(("source", "axes", "parallel"), [
+    pytest.param(*target, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, target in TARGETS.items()])
 def test_case_39_restores_onto_other_meshes(source, axes, parallel, saved):
     folder, before, losses = saved[source]
     state = new_state(axes, parallel, seed=1)

@@ -21,6 +21,7 @@ from jaxmoe.training.generate import sample
 
 RAGGED = {"kind": "ragged"}
 MIXED = {"data": ["a", "b"], "expert": ["b"], "expert_shard": ["c"], "model": ["c"], "fsdp": ["a"]}
+slow = pytest.mark.slow
 MESHES = {
     "expert data fsdp 8": ({"a": 8}, {"data": ["a"], "expert": ["a"], "fsdp": ["a"]}),
     "all roles 2 2 2": ({"a": 2, "b": 2, "c": 2}, MIXED),
@@ -65,8 +66,13 @@ def decoded(model, tokens_BS, prompt, length):
     return jnp.concatenate(out, 1)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize(("axes", "parallel"), [({"a": 1}, {}), MESHES["all roles 2 2 2"]], ids=["alone", "2 2 2"])
+# Both meshes, and both ways to hold layers.
+PLACES = [({"a": 1}, {}, False), (*MESHES["all roles 2 2 2"], True),
+          pytest.param({"a": 1}, {}, True, marks=slow), pytest.param(*MESHES["all roles 2 2 2"], False, marks=slow)]
+PLACE_NAMES = ["alone-unrolled", "2 2 2-scanned", "alone-scanned", "2 2 2-unrolled"]
+
+
+@pytest.mark.parametrize(("axes", "parallel", "scan"), PLACES, ids=PLACE_NAMES)
 def test_decoding_equals_the_full_forward(axes, parallel, scan):
     model, tokens_BS = build(config(axes, parallel, scan=scan), mesh_of(axes)), tokens_of(4, 12)
     full_BSV, _ = forward(model, tokens_BS)
@@ -103,7 +109,7 @@ def test_a_full_cache_shows():
     assert jnp.isnan(model.decode(cache, tokens_of(1, 1))[0]).all()
 
 
-@pytest.mark.parametrize("group", ["sequence", 4])
+@pytest.mark.parametrize("group", ["sequence", pytest.param(4, marks=slow)])
 def test_sampling(group):
     model = build(config(moe={"group": group}, layers=2))
     prompt = [int(t) for t in tokens_of(1, 20)[0]]
@@ -151,7 +157,8 @@ def assert_close(got, want, **tolerance):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **tolerance), got, want)
 
 
-@pytest.mark.parametrize(("moe_every", "remat"), [(1, "none"), (2, "none"), (2, "full"), (2, "dots")])
+@pytest.mark.parametrize(("moe_every", "remat"), [
+    (1, "none"), (2, "full"), pytest.param(2, "none", marks=slow), pytest.param(2, "dots", marks=slow)])
 def test_scan_equals_unrolled(moe_every, remat):
     tokens = tokens_of(2, 9)
     want = value_and_grad(build(config(moe_every=moe_every, layers=4)), tokens)
@@ -182,7 +189,7 @@ def test_program_does_not_grow_with_layers():
     assert size(4, False) > 1.5 * size(2, False)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=slow), True], ids=["unrolled", "scanned"])
 def test_packed_documents_equal_the_two_alone(scan):
     model = build(config(scan=scan))
     first, second = tokens_of(2, 5, 1), tokens_of(2, 7, 2)
@@ -246,8 +253,7 @@ def test_unknown_attention():
         attend(x, x, x, backend="flash")
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize(("axes", "parallel"), [({"a": 1}, {}), MESHES["all roles 2 2 2"]], ids=["alone", "2 2 2"])
+@pytest.mark.parametrize(("axes", "parallel", "scan"), PLACES, ids=PLACE_NAMES)
 def test_upcycled_model_starts_at_the_dense_loss(axes, parallel, scan):
     """Case 12 of what users ran into."""
     cfg, mesh, tokens = config(axes, parallel, scan=scan, layers=4), mesh_of(axes), tokens_of(4, 9)
@@ -274,8 +280,9 @@ def one_device(x64):
 
 
 @pytest.mark.parametrize(("name", "scan", "dispatch"), [
-    ("expert data fsdp 8", False, "slots"), ("expert data fsdp 8", True, "ragged"),
-    ("all roles 2 2 2", False, "ragged"), ("all roles 2 2 2", True, "slots"),
+    ("expert data fsdp 8", True, "ragged"), ("all roles 2 2 2", True, "slots"),
+    pytest.param("expert data fsdp 8", False, "slots", marks=slow),
+    pytest.param("all roles 2 2 2", False, "ragged", marks=slow),
 ])
 def test_same_on_any_mesh(name, scan, dispatch, one_device):
     axes, parallel = MESHES[name]

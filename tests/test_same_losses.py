@@ -17,6 +17,7 @@ MESHES = {
     "expert 2": ({"a": 2}, ALONE), "expert 4": ({"a": 4}, ALONE), "expert 8": ({"a": 8}, ALONE),
     "mixed 2 2 2": ({"a": 2, "b": 2, "c": 2}, MIXED), "mixed 1 2 2": ({"a": 1, "b": 2, "c": 2}, MIXED),
 }
+FAST = ("expert 8", "mixed 2 2 2", "mixed 1 2 2")
 
 
 def losses(axes, parallel):
@@ -37,6 +38,7 @@ def one_device():
     return losses({"a": 1}, ALONE)
 
 
-@pytest.mark.parametrize(("axes", "parallel"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(("axes", "parallel"), [
+    pytest.param(*mesh, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, mesh in MESHES.items()])
 def test_same_losses(axes, parallel, one_device):
     np.testing.assert_allclose(losses(axes, parallel), one_device, rtol=1e-4)

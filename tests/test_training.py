@@ -99,7 +99,7 @@ def test_case_02_global_norm_is_the_logical_trees(one_device):
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True], ids=["unrolled", "scan"])
 def test_case_13_every_parameter_changes_in_one_step(scan):
     model, optimizer = state_on({"device": 8}, ALL, model={"layers": 2, "scan": scan}, moe={"router": {"k": 8}})
     before = {path: np.array(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
@@ -121,7 +121,7 @@ def test_case_15_router_gradient_without_cross_entropy(one_device):
     np.testing.assert_allclose(grad[0.02], 2 * grad[0.01], rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("axes", [1, 2], ids="{} devices".format)
+@pytest.mark.parametrize("axes", [pytest.param(1, marks=pytest.mark.slow), 2], ids="{} devices".format)
 def test_case_16_one_batch_equals_accumulated_microbatches(axes):
     model, _ = state_on({"device": axes}, ALL)
     batch, coefs = masked_batch(), {"router_z": 0.1}
@@ -144,7 +144,7 @@ def test_case_16_auxiliary_losses_are_weighted_by_valid_tokens(one_device):
     assert_close(accumulated, want)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_case_20_bias_moves_once_a_step(remat):
     router = {"score": "sigmoid", "bias_update_rate": 0.01}
     model, optimizer = state_on({"device": 2}, ALL, moe={"router": router}, remat=remat, weight_decay=1.0)
@@ -216,7 +216,7 @@ def test_batch_must_fit_microbatches_and_devices(text, tmp_path):
 
 
 def test_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path):
-    keys = {"steps": 100, "eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
+    keys = {"steps": 30, "eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
     settings = {name: tree(text, tmp_path / name, **keys) for name in ("whole", "cut")}
     train(from_dict(settings["whole"]), quiet=True)
     code = ("import json, sys, jax; jax.config.update('jax_num_cpu_devices', 8); from jaxmoe.config import from_dict; "
@@ -229,7 +229,7 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path):
     run.send_signal(signal.SIGINT)
     message = run.communicate(timeout=120)[1]
     assert "go on with `jaxmoe train CONFIG --resume`" in message, message
-    assert len(losses(tmp_path / "cut")) < 100
+    assert len(losses(tmp_path / "cut")) < 30
     train(from_dict(settings["cut"]), resume=True, quiet=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -75,6 +76,14 @@ class Codec(Fact):
     ratio: AtLeastOne
 
 
+class Module(Fact):
+    """Tasks of one verb, measured with the shapes of a model: seconds = alpha_seconds + seconds_per_unit * n, of n
+    flops of a matrix product, and else of n bytes that the task moves or sends."""
+
+    alpha_seconds: NonNegative
+    seconds_per_unit: NonNegative
+
+
 class Contention(Fact):
     """What a compute task and a collective do to each other while both run.
 
@@ -97,7 +106,8 @@ class Overlap(Fact):
 
 
 class Cluster(Section):
-    """links: mesh axis -> the link that its collectives use."""
+    """links: mesh axis -> the link that its collectives use. modules: what tasks of a verb take (`cost.module_of`),
+    instead of what follows from links, products and memory."""
 
     name: str
     nodes: PositiveInt
@@ -110,6 +120,7 @@ class Cluster(Section):
     matmul: Matmul
     memory: Memory
     codecs: dict[str, Codec] = {}
+    modules: dict[str, Module] = {}
     contention: Contention | None = None
     overlap: Overlap = Overlap(origin="ours", efficiency=1.0)
 
@@ -148,6 +159,9 @@ class Cluster(Section):
             raise ConfigError(f"a cluster file must be TOML: {e}") from None
         except ValidationError as e:
             raise ConfigError(_message(e)) from None
+
+
+NAMED: dict[str, type[Fact]] = {"codecs": Codec, "modules": Module}   # tables of tables whose names are free
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -196,10 +210,10 @@ def _names(path: list[str]) -> list[str]:
     """Keys of the table at path."""
     model: Any = Cluster
     for part in path:
-        if model is Cluster and part == "codecs":
-            model = {"codecs": Codec}
+        if model is Cluster and part in NAMED:
+            model = {part: NAMED[part]}
         elif isinstance(model, dict):
-            model = Codec
+            model = next(iter(model.values()))
         else:
             annotation = model.model_fields[part].annotation
             model = next(t for t in (annotation, *getattr(annotation, "__args__", ())) if hasattr(t, "model_fields"))
@@ -213,5 +227,10 @@ def _toml(tree: dict[str, Any], path: str = "") -> str:
     lines = [f"{k} = {json.dumps(v)}" for k, v in values.items()]
     lines += [f"{k} = {{ {', '.join(f'{a} = {json.dumps(b)}' for a, b in v.items())} }}" for k, v in inline.items()]
     text = (f"\n[{path}]\n" if path and lines else "") + "".join(line + "\n" for line in lines)
-    return text + "".join(_toml(v, f"{path}.{k}".lstrip(".")) for k, v in tree.items()
+    return text + "".join(_toml(v, f"{path}.{_key(k)}".lstrip(".")) for k, v in tree.items()
                           if isinstance(v, dict) and k not in inline)
+
+
+def _key(name: str) -> str:
+    """Quoted where TOML asks for it."""
+    return name if re.fullmatch(r"[\w-]+", name) else json.dumps(name)

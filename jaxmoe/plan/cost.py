@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cluster import Cluster
-from .tasks import Pass, Task
+from .tasks import Pass, Task, codec_of
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -19,8 +19,11 @@ def seconds(task: Task, cluster: Cluster) -> float:
 
     A matrix product takes the longer of its flops and its bytes through memory; "encode:FORMAT" and "decode:FORMAT"
     take raw bytes at the codec's rate; a collective over both links takes the slower one (ours); one that codes by
-    itself, its coding as well.
+    itself, its coding as well. Where the cluster has a module of the task's, that alone counts.
     """
+    module = cluster.modules.get(module_of(task)) if cluster.modules else None
+    if module is not None:
+        return module.alpha_seconds + module.seconds_per_unit * amount(task)
     launch = cluster.device.launch_seconds
     if task.kind == "matmul":
         product, rate = cluster.matmul, cluster.memory.bytes_per_second
@@ -36,6 +39,18 @@ def seconds(task: Task, cluster: Cluster) -> float:
         raise ValueError(f"kind of task {task.name!r} must be one of {', '.join(kinds)}, got {task.kind!r}")
     sizes = (task.bytes, 0.0) if verb == "encode" else (0.0, task.bytes)
     return launch + coding_seconds(cluster, codec, *sizes)
+
+
+def module_of(task: Task) -> str:
+    """Name of what takes equal time for equal amounts: "attend", "experts_up:dx", "encode_dispatch:x4s". A task that is
+    run again in the backward pass is what it is in the forward one."""
+    suffix = "" if task.direction == "recompute" else task.name.partition(":")[2]
+    return ":".join(part for part in (task.verb, suffix, codec_of(task)) if part)
+
+
+def amount(task: Task) -> float:
+    """What a module's time is counted in: flops of a matrix product, and else bytes."""
+    return task.flops if task.kind == "matmul" else task.bytes
 
 
 def durations(pass_: Pass, cluster: Cluster) -> dict[str, float]:

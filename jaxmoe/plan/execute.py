@@ -11,7 +11,10 @@ whose reductions are tasks of this one. Forward-mode differentiation (jvp, hessi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +44,19 @@ class Verb(NamedTuple):
 
 Verbs = Mapping[str, Verb]
 TAIL = "tail_grad_reduce"   # scope of the last segment's reductions, beside which nothing is left to run
+Watch = Callable[[Task, Callable[[tuple, Any], tuple], tuple, Any], None]
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Programs traced meanwhile show every task as watch(task, run, reads, consts): run(reads, consts) is what it
+    writes."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
 
 
 def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any, Counts]]:
@@ -194,7 +210,7 @@ class _Program:
         with jax.named_scope(TAIL):
             for task in self.graph.tail.tasks:
                 reads = tuple(env[v] for v in task.reads)
-                env |= dict(zip(task.writes, self.verbs[task.verb].run(task, reads, consts), strict=True))
+                env |= dict(zip(task.writes, self._call(task, reads, consts), strict=True))
         return self._whole(env), self._counted(env)
 
     def _counted(self, env: Env) -> Counts:
@@ -256,13 +272,18 @@ class _Program:
         """Run tasks, which adds to env; returns what ties a result of the pass to the end of every stream."""
 
         def call(task: Task, reads: tuple) -> tuple:
-            at = consts | jax.tree.map(lambda a: a[task.layer], layered)
             with jax.named_scope(scope(task)):
-                if not task.of or task.direction == "recompute":
-                    return self._again(task, reads, at)
-                return self._pull(task, reads, at)
+                return self._call(task, reads, consts | jax.tree.map(lambda a: a[task.layer], layered))
 
         return issue(pass_, order, spans, env, call, self.plan.barriers)
+
+    def _call(self, task: Task, reads: tuple, consts) -> tuple:
+        """What the task writes."""
+        run = self._again if not task.of or task.direction == "recompute" else self._pull
+        watch = _watch.get()
+        if watch is not None:
+            watch(task, partial(run, task), reads, consts)
+        return run(task, reads, consts)
 
     def _again(self, task: Task, reads: tuple, consts) -> tuple:
         """A forward task, or those of its values that are wanted again."""

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxmoe.models.decoder import DecoderLM
 from jaxmoe.plan.block import CLASSES
 from jaxmoe.plan.execute import no_counts
+from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.prove import compile_options
 from jaxmoe.planned.exchange import CODEC_METRICS, metrics_of
 from jaxmoe.planning import plan
@@ -77,11 +78,11 @@ def _place_like_params(opt_state: Any, params: Any, mesh: jax.sharding.Mesh) -> 
     return jax.jit(lambda tree: tree, out_shardings=shardings)(opt_state)
 
 
-def init_state(cfg: Any, mesh: jax.sharding.Mesh) -> tuple[nnx.Module, nnx.Optimizer]:
-    """The model and its optimizer, whose state is sharded as the parameters are."""
+def init_state(cfg: Any, mesh: jax.sharding.Mesh, made: Plan | None = None) -> tuple[nnx.Module, nnx.Optimizer]:
+    """The model and its optimizer, whose state is sharded as the parameters are. made: None = the plan of cfg."""
     model = DecoderLM(cfg, mesh, rngs=nnx.Rngs(cfg.train.seed))
-    if cfg.schedule.is_planned:
-        model.plan = plan(cfg)
+    if made is not None or cfg.schedule.is_planned:
+        model.plan = made or plan(cfg)
     optimizer = nnx.Optimizer(model, make_optimizer(cfg), wrt=nnx.Param)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     state = nnx.state(optimizer)

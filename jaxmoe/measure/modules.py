@@ -1,0 +1,153 @@
+"""What the tasks of a model's plans take on the present devices, each alone, with the values of a train step.
+
+Tasks of a verb are timed at several degrees and fitted with a line (`cluster.Module`), so that plans of other degrees
+can be simulated. FSMoE profiles modules so before it plans. (read; the fit by verb is ours)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..compat import vary_over
+from ..mesh import batch_sharding, make_mesh, roles_of
+from ..plan.block import Block
+from ..plan.cluster import Cluster, Module
+from ..plan.cost import amount, module_of
+from ..plan.execute import watched
+from ..plan.plan import Plan
+from ..plan.schedules import pipemoe
+from ..plan.tasks import Degrees, Task
+from ..planning import coded
+from ..training.step import compiled_step, init_state
+from .layer import seconds_of
+from .profile import Fit, fit
+
+DEGREES = (1, 2, 4)
+Key = tuple[str, float]   # module, amount
+
+
+def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5) -> tuple[Cluster, list[Fit]]:
+    """The cluster with modules of cfg's model, measured on the present devices, and their fits.
+
+    In a run of several processes all call this, and get what the first one measured.
+    """
+    mesh = make_mesh(cfg)
+    block = coded(cfg, cluster)
+    times: dict[str, dict[float, list[float]]] = {}
+    for degrees in _fitting(block):
+        plan = pipemoe.plan(block, cluster, degrees, slices=degrees.moe_forward)
+        for (module, n), seconds in task_seconds(cfg, mesh, plan, repeats).items():
+            times.setdefault(module, {}).setdefault(n, []).append(seconds)
+    fits = [_fitted(module, {n: float(np.median(t)) for n, t in by_amount.items()})
+            for module, by_amount in times.items()]
+    lines = np.asarray([(f.alpha_seconds, f.seconds_per_unit) for f in fits])
+    if jax.process_count() > 1:
+        lines = multihost_utils.broadcast_one_to_all(lines)
+    modules = {f.what: Module(origin="measured", alpha_seconds=float(alpha), seconds_per_unit=float(unit))
+               for f, (alpha, unit) in zip(fits, lines, strict=True)}
+    return cluster.model_copy(update={"modules": modules}), fits
+
+
+def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int) -> dict[Key, float]:
+    """Seconds of one task of each module and amount, less what a call that does nothing takes."""
+    model, optimizer = init_state(cfg, mesh, plan)
+    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (cfg.train.batch, cfg.model.seq + 1), np.int32)
+    batch = jax.make_array_from_callback(tokens.shape, batch_sharding(mesh, roles_of(cfg)), lambda at: tokens[at])
+    recorder = _Recorder(mesh)
+    with watched(recorder.see):
+        jax.block_until_ready(compiled_step(cfg, model, optimizer)(batch))
+    jax.effects_barrier()
+    seconds, _ = seconds_of({"": _empty(mesh)} | recorder.calls(), repeats)
+    return {key: max(seconds[str(key)] - seconds[""], 0.0) for key in recorder.kept}
+
+
+def _fitting(block: Block) -> list[Degrees]:
+    """Degrees that the block can be cut at."""
+    found = []
+    for r in DEGREES:
+        degrees = Degrees(r, r) if block.chunk == "slots" else Degrees(r, r, r, r)
+        try:
+            block.check_degrees(degrees)
+        except ValueError:
+            continue
+        found.append(degrees)
+    return found
+
+
+def _fitted(module: str, seconds: Mapping[float, float]) -> Fit:
+    """Amount -> seconds as a line; through the origin if there is one amount, flat if larger ones take no longer."""
+    amounts, times = zip(*sorted(seconds.items()), strict=True)
+    if len(amounts) > 1 and min(times) > 0:
+        try:
+            return fit(module, amounts, times)
+        except ValueError:
+            return Fit(module, float(np.median(times)), 0.0, 0.0, amounts, times)
+    most, longest = amounts[-1], times[-1]
+    return Fit(module, 0.0, longest / most, 1.0, amounts, times) if most else (
+        Fit(module, longest, 0.0, 1.0, amounts, times))
+
+
+class _Recorder:
+    """Keeps what one task of each module and amount reads on the devices of this process."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.axes = mesh, tuple(mesh.axis_names)
+        self.tasks: dict[Key, tuple[Task, Callable, Any]] = {}
+        self.kept: dict[Key, list[tuple[jax.Array, list[jax.Array]]]] = {}
+
+    def see(self, task: Task, run: Callable, reads: tuple, consts: Any) -> None:
+        key = module_of(task), amount(task)
+        if key in self.tasks and self.tasks[key][0].name != task.name:
+            return
+        leaves, tree = jax.tree.flatten((reads, consts))
+        kinds = [jax.random.key_impl(a) if _is_key(a) else None for a in leaves]
+        self.tasks[key] = task, run, (tree, kinds)   # a pass may be traced more than once
+        data = [jax.random.key_data(a) if _is_key(a) else a for a in leaves]
+        jax.debug.callback(partial(self._keep, key), jax.lax.axis_index(self.axes), data)
+
+    def _keep(self, key: Key, device, leaves) -> None:
+        self.kept.setdefault(key, []).append((device, leaves))   # to read them here would wait for the program itself
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        return {str(key): self._call(key) for key in self.kept}
+
+    def _call(self, key: Key) -> Callable[[], Any]:
+        """A program of the task alone, on what it read; all of it and of its results vary over all devices."""
+        _, run, (tree, kinds) = self.tasks[key]
+        spec = P(self.axes)
+
+        def local(*blocks):
+            leaves = [b[0] if kind is None else jax.random.wrap_key_data(b[0], impl=kind)
+                      for b, kind in zip(blocks, kinds, strict=True)]
+            reads, consts = tree.unflatten(leaves)
+            return jax.tree.map(lambda a: a[None], vary_over(run(reads, consts), self.axes))
+
+        held = {int(device): [np.asarray(a) for a in leaves] for device, leaves in self.kept[key]}
+        arrays = [self._global({d: leaves[i] for d, leaves in held.items()}) for i in range(len(kinds))]
+        mapped = jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=spec))
+        return lambda: mapped(*arrays)
+
+    def _global(self, by_device: dict[int, np.ndarray]) -> jax.Array:
+        shape = (self.mesh.size, *next(iter(by_device.values())).shape)
+        sharding = NamedSharding(self.mesh, P(self.axes))
+        return jax.make_array_from_callback(shape, sharding, lambda at: by_device[at[0].start or 0][None])
+
+
+def _is_key(a: jax.Array) -> bool:
+    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def _empty(mesh: Mesh) -> Callable[[], Any]:
+    spec = P(tuple(mesh.axis_names))
+    zeros = jax.jit(partial(jnp.zeros, mesh.size), out_shardings=NamedSharding(mesh, spec))()
+    mapped = jax.jit(jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=spec, out_specs=spec))
+    return lambda: mapped(zeros)
