@@ -33,14 +33,15 @@ def experts_up(x_GECD: jax.Array, w: ExpertWeights) -> Hidden:
     """The first products of each expert, before the activation, as [E, G, C, F]."""
     G, E, C, _ = x_GECD.shape
     x_ERD = _by_expert(x_GECD)
-    return tuple(jnp.einsum("erd,edf->erf", x_ERD, m.astype(x_ERD.dtype)).reshape(E, G, C, -1) for m in _first(w))
+    return tuple(jnp.einsum("erd,edf->erf", x_ERD, m.astype(x_ERD.dtype)).reshape(E, G, C, -1)
+                 for m in first_matrices(w))
 
 
 def experts_up_gradient(g_EGCF: Hidden, w: ExpertWeights) -> jax.Array:
     """Cotangent of x_GECD."""
     E, G, C, F = g_EGCF[0].shape
     parts = [jnp.einsum("erf,edf->erd", g.reshape(E, -1, F), m.astype(g.dtype))
-             for g, m in zip(g_EGCF, _first(w), strict=True)]
+             for g, m in zip(g_EGCF, first_matrices(w), strict=True)]
     return sum(parts[1:], parts[0]).reshape(E, G, C, -1).swapaxes(0, 1)
 
 
@@ -57,7 +58,8 @@ def _by_expert(x_GECD: jax.Array) -> jax.Array:
     return x_GECD.swapaxes(0, 1).reshape(x_GECD.shape[1], -1, x_GECD.shape[3])
 
 
-def _first(w: ExpertWeights) -> tuple[jax.Array, ...]:
+def first_matrices(w: ExpertWeights) -> tuple[jax.Array, ...]:
+    """Of the products before the activation, in the order of `Hidden`."""
     return (w.up_EDF,) if w.gate_EDF is None else (w.gate_EDF, w.up_EDF)
 
 
