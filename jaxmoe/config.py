@@ -154,7 +154,9 @@ class ScheduleConfig(Section):
     simulation. plan: a file to take the plan from instead. chunk: what chunks are cut along. segment: layers planned
     together. slices: pieces of the dense gradient's reduction; None = the schedule's choice. barriers: False leaves the
     order of tasks to XLA. sm_aware: ties tasks so that links get their multiprocessors first (see
-    `jaxmoe.plan.passes.sm`).
+    `jaxmoe.plan.passes.sm`). profile: before a run's first step, measure what the model's tasks take on the present
+    devices (`jaxmoe.measure.modules`), plan with that instead of the cluster's costs, and keep it as cluster.toml in
+    `train.run_dir`.
     """
 
     kind: Literal["plain", "sequential", "pipemoe", "parm-s1", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
@@ -166,6 +168,7 @@ class ScheduleConfig(Section):
     slices: PositiveInt | None = None
     barriers: bool = True
     sm_aware: bool = False
+    profile: bool = False
 
     @property
     def is_planned(self) -> bool:

@@ -7,9 +7,9 @@ import pytest
 from jaxmoe.kernels.grouped_matmul import grouped_matmul, reference
 
 pytestmark = pytest.mark.core
-R, D, F, E = 700, 24, 40, 6   # two full tiles of 256 rows, and rests of every size
+R, D, F, E = 900, 24, 40, 6   # a tile of 512 rows, of 256, and smaller ones
 SIZES = {
-    "uneven": [100, 1, 300, 33, 260, 6], "full": [256, 256, 64, 64, 32, 28], "empty groups": [0, 300, 0, 0, 250, 0],
+    "uneven": [100, 1, 300, 33, 260, 6], "full": [512, 256, 128, 0, 0, 4], "empty groups": [0, 300, 0, 0, 250, 0],
     "one takes all": [0, 0, R, 0, 0, 0], "unused rows": [31, 0, 290, 5, 0, 64], "no rows": [0] * E,
 }
 
@@ -83,5 +83,5 @@ def test_case_32_cost_does_not_grow_with_the_number_of_groups():
 
 def test_shapes_must_agree():
     x, w, _ = operands()
-    with pytest.raises(ValueError, match=r"must agree, got \(700, 24\), \(6, 24, 40\) and \(5,\)"):
+    with pytest.raises(ValueError, match=r"must agree, got \(900, 24\), \(6, 24, 40\) and \(5,\)"):
         grouped_matmul(x, w, jnp.zeros(5, jnp.int32))

@@ -1,12 +1,23 @@
 """A cluster file fitted on eight simulated devices."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
+from jaxmoe import MoE, TopK
+from jaxmoe.config import from_dict
+from jaxmoe.measure.modules import fitted, with_modules
 from jaxmoe.measure.profile import as_text, fit, profile
-from jaxmoe.plan.cluster import Cluster
+from jaxmoe.plan.cluster import Cluster, Module, load_cluster
+from jaxmoe.plan.cost import amount, module_of, seconds
+from jaxmoe.plan.execute import watched
+from jaxmoe.plan.simulate import simulate
+from jaxmoe.plan.tasks import Task
+from jaxmoe.planned.layer import layer_plan
+from jaxmoe.planning import plan
 
 
 def test_fit_recovers_a_line():
@@ -33,3 +44,54 @@ def test_profile_on_simulated_devices():
     assert cluster.inter.all_to_all is not None and cluster.inter.all_to_all.seconds_per_byte > 0
     assert Cluster.from_toml(cluster.to_toml()) == cluster
     assert "inter.all_reduce" in as_text(fits)
+
+
+def test_modules_take_the_place_of_other_costs():
+    cluster = load_cluster("8x8-h100")
+    up = Task("experts_up.0.1@0:dx", "experts_up", ("compute",), (), (), "matmul", 3e9, direction="input_grad")
+    again = Task("pack.0@0:again", "pack", ("compute",), (), (), "memory", bytes=5e6, direction="recompute")
+    coded = Task("encode_dispatch.0@0", "encode_dispatch", ("compute",), (), (), "encode:x4s", bytes=7e6)
+    assert [module_of(t) for t in (up, again, coded)] == ["experts_up:dx", "pack", "encode_dispatch:x4s"]
+    assert [amount(t) for t in (up, again, coded)] == [3e9, 5e6, 7e6]
+    line = Module(origin="measured", alpha_seconds=1e-3, seconds_per_unit=1e-12)
+    measured = cluster.model_copy(update={"modules": {"experts_up:dx": line}})
+    assert seconds(up, measured) == pytest.approx(1e-3 + 3e-3) != seconds(up, cluster)
+    assert seconds(again, measured) == seconds(again, cluster)
+    assert Cluster.from_toml(measured.to_toml()) == measured
+
+
+def test_modules_are_lines_where_they_can_be():
+    assert fitted("x", {1.0: 2.0, 2.0: 3.0, 4.0: 5.0}).alpha_seconds == pytest.approx(1)
+    one, none = fitted("x", {4.0: 2.0}), fitted("x", {0.0: 2.0})
+    assert (one.alpha_seconds, one.seconds_per_unit) == (0, 0.5)
+    assert (none.alpha_seconds, none.seconds_per_unit) == (2, 0)
+    assert fitted("x", {1.0: 5.0, 2.0: 3.0, 4.0: 4.0}).alpha_seconds == 4   # larger ones take no longer
+
+
+def test_watching_sees_every_task_and_what_it_writes():
+    moe = MoE(8, 8, 4, router=TopK(2), schedule="pipemoe", rngs=nnx.Rngs(0))
+    made, seen = layer_plan("pipemoe", moe.spec, 2, 8), {}
+
+    def see(task, run, reads, consts):
+        seen[task.name] = len(task.writes) == len(jax.eval_shape(run, reads, consts))
+
+    with watched(see):
+        jax.eval_shape(jax.grad(lambda x: moe(x)[0].sum()), jnp.ones((2, 8, 8)))
+    wanted = {t.name for t in (*made.graph.forward.tasks, *made.graph.backward.tasks)}
+    assert wanted <= set(seen) and all(seen.values())
+
+
+@pytest.mark.slow
+def test_a_measured_model_is_planned_with_its_modules():
+    cfg = from_dict({
+        "mesh": {"axes": {"d": 4}}, "parallel": {"data": ["d"], "expert": ["d"]},
+        "schedule": {"kind": "pipemoe"}, "train": {"batch": 8},
+        "model": {"layers": 1, "d_model": 32, "heads": 2, "kv_heads": 2, "seq": 32, "vocab": 64, "scan": True},
+        "moe": {"num_experts": 4, "d_ff": 64, "dispatch": {"kind": "slots", "capacity_factor": 2.0}}})
+    cluster, fits = with_modules(cfg, load_cluster("cpu-8"), repeats=1)
+    made = plan(cfg, cluster)
+    tasks = [t for p in (made.graph.forward, made.graph.backward, made.graph.tail) for t in p.tasks]
+    assert {module_of(t) for t in tasks} <= set(cluster.modules) == {f.what for f in fits}
+    later = {name: m.model_copy(update={"alpha_seconds": m.alpha_seconds + 1}) for name, m in cluster.modules.items()}
+    slower = cluster.model_copy(update={"modules": later})
+    assert simulate(made, slower).makespan > simulate(made, cluster).makespan + 1

@@ -1,4 +1,4 @@
-"""Coded collectives, and a train step with and without them, between test hosts joined by slow links.
+"""Coded collectives, and train steps of several schedules, between test hosts joined by slow links.
 
     benchmarks/netlab/netlab 2 100mbit -- python benchmarks/netlab/measure.py collectives
     benchmarks/netlab/netlab 2 400mbit -- python benchmarks/netlab/measure.py steps
@@ -31,14 +31,16 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from jaxmoe import collectives, load_config  # noqa: E402
 from jaxmoe.distributed import initialize  # noqa: E402
 from jaxmoe.measure.codec import bench_codec  # noqa: E402
+from jaxmoe.measure.modules import with_modules  # noqa: E402
 from jaxmoe.measure.profile import profile  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
-from jaxmoe.plan import codec_policy  # noqa: E402
+from jaxmoe.plan import codec_policy, search  # noqa: E402
 from jaxmoe.plan.block import CLASSES  # noqa: E402
 from jaxmoe.plan.cluster import AlphaBeta, Cluster, Codec, Link  # noqa: E402
 from jaxmoe.plan.cost import COLLECTIVES  # noqa: E402
-from jaxmoe.plan.schedules import SCHEDULES  # noqa: E402
-from jaxmoe.plan.tasks import Degrees  # noqa: E402
+from jaxmoe.plan.plan import Plan  # noqa: E402
+from jaxmoe.plan.schedules import fsmoe, pipemoe, sequential, sp_moe  # noqa: E402
+from jaxmoe.plan.simulate import simulate  # noqa: E402
 from jaxmoe.planning import block_of  # noqa: E402
 from jaxmoe.training.step import compiled_step, init_state  # noqa: E402
 
@@ -85,15 +87,19 @@ def collective_rows(mesh, values: int, repeats: int) -> list[list[str]]:
 
 
 def measured_cluster(mesh, repeats: int) -> Cluster:
-    """The first host's measurements, on every host. Both devices of a host share a core, so codec rates are halved."""
+    """Links, products and memory of the first host. Both devices of a host share a core, so codec rates are halved."""
     found, _ = profile(mesh, {"node": "inter"}, "netlab", (2**18, 2**20, 2**22), (128, 256, 512), repeats)
     codecs = {row["format"]: Codec(origin="measured", ratio=row["ratio"],
                                    encode_bytes_per_second=row["encode_bytes_per_second"] / 2,
                                    decode_bytes_per_second=row["decode_bytes_per_second"] / 2)
               for row in bench_codec(formats=FORMATS[1:], peers=False, repeats=repeats)}
     inside = AlphaBeta(origin="ours", alpha_seconds=1e-3, seconds_per_byte=1e-9)   # copies: too fast to be fitted
-    updates = {"codecs": codecs, "intra": Link(**dict.fromkeys(COLLECTIVES, inside)), "links": LINKS}
-    text = found.model_copy(update=updates).to_toml().encode()
+    return from_first_host(found.model_copy(update={
+        "codecs": codecs, "intra": Link(**dict.fromkeys(COLLECTIVES, inside)), "links": LINKS}))
+
+
+def from_first_host(cluster: Cluster) -> Cluster:
+    text = cluster.to_toml().encode()
     buffer = np.zeros(2**16, np.uint8)
     buffer[: len(text)] = np.frombuffer(text, np.uint8)
     return Cluster.from_toml(bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode())
@@ -101,8 +107,7 @@ def measured_cluster(mesh, repeats: int) -> Cluster:
 
 def stepper(cfg, mesh, plan) -> Callable:
     """Train steps of the plan, each on the same batch."""
-    model, optimizer = init_state(cfg, mesh)
-    model.plan = plan
+    model, optimizer = init_state(cfg, mesh, plan)
     step = compiled_step(cfg, model, optimizer)
     shape = (cfg.train.batch, cfg.model.seq + 1)
     tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, shape).astype(np.int32)
@@ -110,31 +115,50 @@ def stepper(cfg, mesh, plan) -> Callable:
     return lambda: step(batch)["loss"]
 
 
-def step_rows(mesh, repeats: int) -> list[list[str]]:
-    """Rows of a schedule: seconds by format, and what auto chooses. Classes that are not coded are "raw"."""
-    cfg, rows = load_config(CONFIG), []
-    cluster = measured_cluster(mesh, 3)
+def fitted(mesh, repeats: int) -> tuple[Cluster, float]:
+    """The cluster with modules of CONFIG's model, uncoded and coded, and what its step takes beside the stack."""
+    cfg, cluster = load_config(CONFIG), measured_cluster(mesh, 3)
+    for kind in ("off", *FORMATS[1:]):
+        coded = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
+        cluster, _ = with_modules(coded, cluster, repeats)
+    plan = sequential.plan(block_of(cfg, cluster), cluster)
+    seconds = median(interleaved({"": stepper(cfg, mesh, plan)}, repeats)[""])
+    rest = multihost_utils.broadcast_one_to_all(np.float32(seconds - simulate(plan, cluster).makespan))
+    return cluster, max(float(rest), 0.0)
+
+
+def plans_of(cfg, cluster: Cluster) -> dict[str, Plan]:
+    """Uncoded plans of several schedules, and the planner's with each class of tensors coded where that pays."""
     block = block_of(cfg, cluster)
-    chosen = dict(codec_policy.codec_of(codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, "auto"))))
-    coded = {"raw": {}, "x4s": dict.fromkeys(CLASSES, "x4s"), "auto": chosen}
-    for name, degrees in (("sequential", Degrees()), ("pipemoe", Degrees(2, 2))):
-        calls, made = {}, {}
-        for label, formats in coded.items():   # what auto chooses may be one of the others
-            codec = tuple((tensors, formats.get(tensors, "raw")) for tensors in CLASSES)
-            if codec not in made:
-                made[codec] = stepper(cfg, mesh, SCHEDULES[name](replace(block, codec=codec), cluster, degrees))
-            calls[label] = made[codec]
-        times = interleaved(calls, repeats)
-        better = min(("raw", "x4s"), key=lambda label: median(times[label]))
-        choice = ", ".join(f"{tensors} {fmt}" for tensors, fmt in chosen.items()) or "nothing"
-        rows.append([name, *(f"{median(times[label]):.3f}" for label in coded), ratio(times["x4s"], times["raw"]),
-                     ratio(times["auto"], times[better]), choice])
+    formats = codec_policy.codec_of(codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, "auto")))
+    found = {"sequential": sequential.plan(block, cluster), "pipemoe": pipemoe.plan(block, cluster),
+             "fsmoe": fsmoe.plan(block, cluster),
+             "sp-moe": sp_moe.plan(replace(block, chunk="sequence"), cluster), "auto": search.plan(block, cluster)}
+    coded = replace(block, codec=formats)
+    for name, plan in (("sequential", sequential.plan(coded, cluster)), ("auto", search.plan(coded, cluster))):
+        found[f"{name}, {', '.join(f'{tensors} {fmt}' for tensors, fmt in formats) or 'nothing'} coded"] = plan
+    return found
+
+
+def step_rows(mesh, repeats: int, overrides: list[str]) -> list[list[str]]:
+    """Train steps of a model that is not the one the cluster is fitted on."""
+    cluster, rest = fitted(mesh, repeats)
+    cfg = load_config(CONFIG, overrides)
+    plans = plans_of(cfg, cluster)
+    times = interleaved({name: stepper(cfg, mesh, plan) for name, plan in plans.items()}, repeats)
+    rows = []
+    for name, plan in plans.items():
+        timeline, seconds = simulate(plan, cluster), median(times[name])
+        predicted = timeline.makespan + rest
+        rows.append([name, f"{plan.degrees}".removeprefix("Degrees"), f"{seconds:.3f}", f"{predicted:.3f}",
+                     f"{predicted / seconds - 1:+.0%}", ratio(times["sequential"], times[name]),
+                     f"{(timeline.bound_seconds + rest):.3f}"])
     return rows
 
 
 HEADS = {
     "collectives": ["collective", *(f"{f}, s" for f in FORMATS), *(f"{f} / raw" for f in FORMATS[1:])],
-    "steps": ["schedule", "raw, s", "x4s, s", "auto, s", "x4s / raw", "auto / better", "auto codes"],
+    "steps": ["schedule", "degrees", "step, s", "predicted, s", "error", "sequential / step", "bound, s"],
 }
 
 
@@ -143,12 +167,14 @@ def main() -> None:
     parser.add_argument("what", choices=HEADS)
     parser.add_argument("--values", type=int, default=2**20, help="collectives: values of a device")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--model", nargs="*", default=["model.layers=2", "moe.d_ff=512"],
+                        help="steps: overrides of configs/netlab.toml, on which the cluster is fitted")
     args = parser.parse_args()
     environ = os.environ
     initialize(environ["NETLAB_COORDINATOR"], int(environ["NETLAB_HOSTS"]), int(environ["NETLAB_RANK"]))
     mesh = make_mesh(load_config(CONFIG))
     rows = collective_rows(mesh, args.values, args.repeats) if args.what == "collectives" else step_rows(
-        mesh, args.repeats)
+        mesh, args.repeats, args.model)
     if jax.process_index() == 0:
         for row in (HEADS[args.what], ["---"] * len(HEADS[args.what]), *rows):
             print("| " + " | ".join(row) + " |", flush=True)

@@ -82,7 +82,9 @@ def profile(
     out: Annotated[Path, typer.Option(help="Cluster file to write.")],
     axes: Annotated[str, typer.Option(help="Mesh axes and their links: name=size:link, several with commas.")] = "",
     devices: Annotated[int, typer.Option(min=1, help="Simulated devices, where there is no GPU.")] = 8,
-    name: Annotated[str, typer.Option(help="Name of the cluster.")] = "measured", as_json: Json = False,
+    name: Annotated[str, typer.Option(help="Name of the cluster.")] = "measured",
+    config: Annotated[Path | None, typer.Option(help="A model whose planned tasks are measured as well.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure collectives, matrix products and copies on the present devices; fit α and β; write a cluster file."""
     import jax
@@ -94,6 +96,12 @@ def profile(
 
     mesh, links = axes_of(axes)
     cluster, fits = measured(mesh, links, name)
+    if config is not None:
+        from ..config import load_config
+        from ..measure.modules import with_modules
+
+        cluster, found = with_modules(load_config(config), cluster)
+        fits = [*fits, *found]
     out.write_text(cluster.to_toml())
     found = {"out": str(out), "fits": [dataclasses.asdict(f) for f in fits]}
     print(json.dumps(found) if as_json else f"{as_text(fits)}\nwritten to {out}")

@@ -38,31 +38,34 @@ Key = tuple[str, float]   # module, amount
 def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5) -> tuple[Cluster, list[Fit]]:
     """The cluster with modules of cfg's model, measured on the present devices, and their fits.
 
-    In a run of several processes all call this, and get what the first one measured.
+    Modules that the cluster has are not measured again; its other costs plan what is measured. In a run of several
+    processes all call this, and get what the first one measured.
     """
     mesh = make_mesh(cfg)
     block = coded(cfg, cluster)
     times: dict[str, dict[float, list[float]]] = {}
     for degrees in _fitting(block):
         plan = pipemoe.plan(block, cluster, degrees, slices=degrees.moe_forward)
-        for (module, n), seconds in task_seconds(cfg, mesh, plan, repeats).items():
+        for (module, n), seconds in task_seconds(cfg, mesh, plan, repeats, frozenset(cluster.modules)).items():
             times.setdefault(module, {}).setdefault(n, []).append(seconds)
-    fits = [_fitted(module, {n: float(np.median(t)) for n, t in by_amount.items()})
+    fits = [fitted(module, {n: float(np.median(t)) for n, t in by_amount.items()})
             for module, by_amount in times.items()]
     lines = np.asarray([(f.alpha_seconds, f.seconds_per_unit) for f in fits])
-    if jax.process_count() > 1:
+    if fits and jax.process_count() > 1:
         lines = multihost_utils.broadcast_one_to_all(lines)
     modules = {f.what: Module(origin="measured", alpha_seconds=float(alpha), seconds_per_unit=float(unit))
                for f, (alpha, unit) in zip(fits, lines, strict=True)}
-    return cluster.model_copy(update={"modules": modules}), fits
+    return cluster.model_copy(update={"modules": cluster.modules | modules}), fits
 
 
-def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int) -> dict[Key, float]:
-    """Seconds of one task of each module and amount, less what a call that does nothing takes."""
+def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int, known: frozenset[str] = frozenset()) -> dict[
+        Key, float]:
+    """Seconds of one task of each module and amount, less what a call that does nothing takes. known: modules to leave
+    out."""
     model, optimizer = init_state(cfg, mesh, plan)
     tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (cfg.train.batch, cfg.model.seq + 1), np.int32)
     batch = jax.make_array_from_callback(tokens.shape, batch_sharding(mesh, roles_of(cfg)), lambda at: tokens[at])
-    recorder = _Recorder(mesh)
+    recorder = _Recorder(mesh, known)
     with watched(recorder.see):
         jax.block_until_ready(compiled_step(cfg, model, optimizer)(batch))
     jax.effects_barrier()
@@ -83,7 +86,7 @@ def _fitting(block: Block) -> list[Degrees]:
     return found
 
 
-def _fitted(module: str, seconds: Mapping[float, float]) -> Fit:
+def fitted(module: str, seconds: Mapping[float, float]) -> Fit:
     """Amount -> seconds as a line; through the origin if there is one amount, flat if larger ones take no longer."""
     amounts, times = zip(*sorted(seconds.items()), strict=True)
     if len(amounts) > 1 and min(times) > 0:
@@ -97,16 +100,16 @@ def _fitted(module: str, seconds: Mapping[float, float]) -> Fit:
 
 
 class _Recorder:
-    """Keeps what one task of each module and amount reads on the devices of this process."""
+    """Keeps what one task of each module and amount reads on the devices of this process, but for known modules."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.axes = mesh, tuple(mesh.axis_names)
+    def __init__(self, mesh: Mesh, known: frozenset[str]):
+        self.mesh, self.axes, self.known = mesh, tuple(mesh.axis_names), known
         self.tasks: dict[Key, tuple[Task, Callable, Any]] = {}
         self.kept: dict[Key, list[tuple[jax.Array, list[jax.Array]]]] = {}
 
     def see(self, task: Task, run: Callable, reads: tuple, consts: Any) -> None:
         key = module_of(task), amount(task)
-        if key in self.tasks and self.tasks[key][0].name != task.name:
+        if key[0] in self.known or (key in self.tasks and self.tasks[key][0].name != task.name):
             return
         leaves, tree = jax.tree.flatten((reads, consts))
         kinds = [jax.random.key_impl(a) if _is_key(a) else None for a in leaves]

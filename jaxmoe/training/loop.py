@@ -19,7 +19,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jaxmoe.measure.modules import with_modules
 from jaxmoe.mesh import axes_size, batch_sharding, make_mesh, roles_of
+from jaxmoe.plan.cluster import load_cluster
+from jaxmoe.plan.plan import Plan
+from jaxmoe.planning import plan
 from jaxmoe.training import data as data_lib
 from jaxmoe.training.checkpoint import Checkpoints, has_checkpoints, write_config
 from jaxmoe.training.generate import sample
@@ -337,7 +341,7 @@ def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, window
     batches: Any = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed, rows)
     eval_rows, place_eval = placer(options.batch // options.accumulate)
     heldout = [place_eval(window[eval_rows]) for window in windows]
-    model, optimizer = init_state(cfg, mesh)
+    model, optimizer = init_state(cfg, mesh, _profiled_plan(cfg, run_dir, resume))
     is_first = jax.process_index() == 0
     if is_first:
         write_config(run_dir, cfg)
@@ -356,6 +360,20 @@ def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, window
                Throughput(options.batch * cfg.model.seq), step, data_state,
                compiled_step(cfg, model, optimizer), last=last,
                eval_loss=previous[-1]["eval_loss"] if previous else None)
+
+
+def _profiled_plan(cfg: Any, run_dir: Path, resume: bool) -> Plan | None:
+    """With `schedule.profile`, the plan by what tasks take on these devices, measured once in a run."""
+    if not (cfg.schedule.profile and cfg.schedule.is_planned):
+        return None
+    kept = run_dir / "cluster.toml"
+    if resume and kept.is_file():
+        return plan(cfg, load_cluster(kept))
+    cluster, _ = with_modules(cfg, load_cluster(cfg.schedule.cluster))
+    if jax.process_index() == 0:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(cluster.to_toml())
+    return plan(cfg, cluster)
 
 
 def _steps(run: Run) -> None:

@@ -1,8 +1,8 @@
-"""Functions of rows and their group's weights, in one loop over as many row tiles as are in use.
+"""Functions of rows and their group's weights, in loops over as many row tiles as are in use.
 
-A group's last tile may reach into the next group's rows, whose own tiles come later and overwrite it. One loop does all
-stages of a tile: where devices share cores, XLA:CPU spends more on passes over whole buffers, most of them unused rows,
-and on starting operations, than a loop saves by doing less.
+Large tiles first, as adding to weights' gradients costs the same for any tile; then smaller ones, of which the smallest
+may reach past its group's end, so that it is merged into what is there. A loop does all stages of a tile: where devices
+share cores, XLA:CPU spends more on passes over whole buffers, most of them unused rows, than on starting operations.
 """
 
 from __future__ import annotations
@@ -14,66 +14,69 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-TILE_ROWS = 192
+TILE_ROWS = (512, 256, 128)
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 Stage = Callable[[Any, Any, Product], Any]   # see `jaxmoe.kernels.grouped_matmul.grouped_stages`
 
 
-class Tiles(NamedTuple):
-    """Of each tile its first row, its group and that group's end; count: tiles in use."""
+class Tile(NamedTuple):
+    """Rows first to first + rows, of which those in inside [rows, 1] are the group's; None = all."""
 
-    row_N: jax.Array
-    group_N: jax.Array
-    end_N: jax.Array
-    count: jax.Array
+    first: jax.Array
+    rows: int
+    group: jax.Array
+    inside: jax.Array | None
+
+    def read(self, values):
+        """Its rows, zero outside the group."""
+        found = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.first, self.rows), values)
+        return found if self.inside is None else jax.tree.map(lambda a: jnp.where(self.inside, a, 0), found)
+
+    def write(self, values, new):
+        """values with new rows in the group's."""
+
+        def put(a, b):
+            if self.inside is not None:
+                b = jnp.where(self.inside, b, jax.lax.dynamic_slice_in_dim(a, self.first, self.rows))
+            return jax.lax.dynamic_update_slice_in_dim(a, b, self.first, 0)
+
+        return jax.tree.map(put, values, new)
 
 
 def grouped_stages(stages: Sequence[Stage], x, w, sizes_E: jax.Array):
     """For the gradient, what each stage made is kept; weights' gradients are summed over tiles in float32 at least."""
     rows = jax.tree.leaves(x)[0].shape[0]
-    tile = min(TILE_ROWS, -(-rows // 8) * 8)   # of float32 and CPUs' vectors
     on_tile = [partial(stage, product=jnp.matmul) for stage in stages]
 
     @jax.custom_vjp
     def run(x, w, sizes_E):
-        return _cut(forward(_padded(x, tile), w, sizes_E)[-1], rows)
+        return forward(x, w, sizes_E)[-1]
 
     def forward(x, w, sizes_E):
-        """What each stage makes, with a tile more than rows."""
-        row = jax.eval_shape(lambda x, w: _chain(on_tile, x, w), _rows(x, 0, tile), jax.tree.map(lambda a: a[0], w))
-        buffers = jax.tree.map(lambda a: _zeros((rows + tile, *a.shape[1:]), a.dtype, x, w), row)
-
-        def step(made, row, group, end):
-            inside = _inside(row, end, tile)
-            values = _chain(on_tile, _rows(x, row, tile), _at(w, group))
-            values = [*values[:-1], _only(inside, values[-1])]
-            return _put(made, values, row)
-
-        return _over_tiles(step, buffers, _tiles(sizes_E, rows, tile))
+        """What each stage makes."""
+        shapes = jax.eval_shape(lambda x, w: _chain(on_tile, x, w), x, jax.tree.map(lambda a: a[0], w))
+        zeros = jax.tree.map(lambda a: _zeros(a.shape, a.dtype, x, w), shapes)
+        return _over_tiles(lambda made, tile: tile.write(made, _chain(on_tile, tile.read(x), _at(w, tile.group))),
+                           zeros, sizes_E, rows)
 
     def saving(x, w, sizes_E):
-        x = _padded(x, tile)
         made = forward(x, w, sizes_E)
-        return _cut(made[-1], rows), (x, made[:-1], w, sizes_E)
+        return made[-1], (x, made[:-1], w, sizes_E)
 
     def backward(saved, g):
         x, made, w, sizes_E = saved
-        g = _padded(g, tile)
-        grads = (jax.tree.map(lambda a: _zeros(a.shape, a.dtype, x, g), x),
+        zeros = (jax.tree.map(lambda a: _zeros(a.shape, a.dtype, x, g), x),
                  jax.tree.map(lambda a: _zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32), g, w), w))
 
-        def step(grads, row, group, end):
-            (gx, gw), inside, w_group = grads, _inside(row, end, tile), _at(w, group)
-            values = [_only(inside, _rows(a, row, tile)) for a in (x, *made)]
-            g_tile = _only(inside, _rows(g, row, tile))
-            for stage, value in zip(reversed(on_tile), reversed(values), strict=True):
-                g_tile, part = jax.vjp(stage, value, w_group)[1](g_tile)
-                gw = jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, _at(a, group) + b, group, 0),
-                                  gw, part)
-            return _put(gx, g_tile, row), gw
+        def step(grads, tile):
+            (gx, gw), g_tile, w_group = grads, tile.read(g), _at(w, tile.group)
+            for stage, value in zip(reversed(on_tile), reversed([x, *made]), strict=True):
+                g_tile, part = jax.vjp(stage, tile.read(value), w_group)[1](g_tile)
+                gw = jax.tree.map(lambda a, b: _added(a, tile.group, b), gw, part)
+            return tile.write(gx, g_tile), gw
 
-        gx, gw = _over_tiles(step, grads, _tiles(sizes_E, rows, tile))
-        return _cut(gx, rows), jax.tree.map(lambda a, b: a.astype(b.dtype), gw, w), None
+        gx, gw = _over_tiles(step, zeros, sizes_E, rows)
+        return gx, jax.tree.map(lambda a, b: a.astype(b.dtype), gw, w), None
 
     run.defvjp(saving, backward)
     return run(x, w, sizes_E)
@@ -88,49 +91,39 @@ def _chain(stages: Sequence[Stage], value, w) -> list:
     return made
 
 
-def _tiles(sizes_E: jax.Array, rows: int, tile: int) -> Tiles:
-    """In the order of their rows."""
-    ends_E, tiles_E = jnp.cumsum(sizes_E), -(-sizes_E // tile)
-    last_E = jnp.cumsum(tiles_E)
-    number_N = jnp.arange(rows // tile + sizes_E.size)
-    group_N = jnp.minimum((number_N[:, None] >= last_E).sum(1), sizes_E.size - 1)
-    row_N = (ends_E - sizes_E - (last_E - tiles_E) * tile)[group_N] + number_N * tile
-    return Tiles(row_N, group_N, ends_E[group_N], last_E[-1])
+def _over_tiles(step: Callable, carry, sizes_E: jax.Array, rows: int):
+    """carry = step(carry, tile) over the tiles in use."""
+    ends_E = jnp.cumsum(sizes_E)
+    starts_E = ends_E - sizes_E
+    for size in TILE_ROWS[:-1]:
+        if size <= rows:
+            counts_E = (ends_E - starts_E) // size
+            carry = _loop(step, carry, starts_E, counts_E, size)
+            starts_E = starts_E + counts_E * size
+    size = min(TILE_ROWS[-1], rows)
+    return _loop(step, carry, starts_E, -(-(ends_E - starts_E) // size), size, ends_E, rows)
 
 
-def _over_tiles(step: Callable, carry, tiles: Tiles):
-    """carry = step(carry, first row, group, the group's end) over the tiles in use."""
+def _loop(step: Callable, carry, starts_E, counts_E, size: int, ends_E=None, rows: int = 0):
+    """Over counts_E[g] tiles of each group g, from starts_E[g] on. ends_E: None = no tile reaches past it; rows: of
+    all."""
+    last_E = jnp.cumsum(counts_E)
 
     def body(i, carry):
-        return step(carry, *_at((tiles.row_N, tiles.group_N, tiles.end_N), i))
+        group = (i >= last_E).sum()
+        start = _at(starts_E, group) + (i - _at(last_E - counts_E, group)) * size
+        if ends_E is None:
+            return step(carry, Tile(start, size, group, None))
+        first = jnp.minimum(start, rows - size)
+        place = first + jnp.arange(size)
+        return step(carry, Tile(first, size, group, ((place >= start) & (place < _at(ends_E, group)))[:, None]))
 
-    return jax.lax.fori_loop(0, tiles.count, body, carry)
-
-
-def _padded(values, tile: int):
-    """With so many rows more that a tile can start at any row."""
-    return jax.tree.map(lambda a: jnp.pad(a, ((0, tile), (0, 0))), values)
-
-
-def _cut(values, rows: int):
-    return jax.tree.map(lambda a: a[:rows], values)
+    return jax.lax.fori_loop(0, last_E[-1], body, carry)
 
 
-def _inside(row, end, tile: int) -> jax.Array:
-    """Which rows of the tile are before `end`, [tile, 1]."""
-    return (row + jnp.arange(tile) < end)[:, None]
-
-
-def _only(inside: jax.Array, values):
-    return jax.tree.map(lambda a: jnp.where(inside, a, 0), values)
-
-
-def _rows(values, row, count: int):
-    return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, row, count), values)
-
-
-def _put(values, new, row):
-    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, 0), values, new)
+def _added(a: jax.Array, i, b: jax.Array) -> jax.Array:
+    """a with b added to a[i]; of one entry without an index, which XLA:CPU would copy it for."""
+    return a + b if a.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(a, _at(a, i) + b, i, 0)
 
 
 def _at(values, i):
