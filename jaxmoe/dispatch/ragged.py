@@ -67,9 +67,7 @@ class Ragged:
 
         arguments = (x_TD, routing.weights_TK, w, send, sizes_PE)
         run = one_round(bucket, activation, roles)
-        y_TD = run(0, *arguments)
-        if bucket < send.most:
-            y_TD = y_TD + further_rounds(run, 1, rounds, y_TD, *arguments)
+        y_TD = all_rounds(run, rounds, *arguments) if bucket < send.most else run(0, *arguments)
         return Moved(y_TD, 0 * send.fill_B[0])
 
 
@@ -88,30 +86,58 @@ def one_round(bucket: int, activation: str, roles: Roles):
     return run
 
 
-def further_rounds(one_round, first: int, rounds, y_TD, x_TD, weights_TK, w, send, sizes_PE):
-    """Sum of rounds first, ... rounds - 1. JAX cannot reverse a loop of unknown length, so the gradient is written out:
-    it runs the rounds again, one by one."""
+def all_rounds(one_round, rounds, x_TD, weights_TK, w, send, sizes_PE):
+    """Sum of rounds 0 ... rounds - 1. JAX cannot reverse a loop of unknown length, so the gradient is written out:
+    it runs rounds but the first again, one by one."""
 
     @jax.custom_vjp
-    def run(x_TD, weights_TK, w, send, sizes_PE, rounds):
-        body = lambda i, total: total + one_round(i, x_TD, weights_TK, w, send, sizes_PE)  # noqa: E731
-        return jax.lax.fori_loop(first, rounds, body, vary_like(jnp.zeros(y_TD.shape, y_TD.dtype), y_TD))
+    def run(x_TD, weights_TK, w, *rest):
+        return _more(one_round, 1, one_round(0, x_TD, weights_TK, w, *rest[:2]), x_TD, weights_TK, w, *rest)
 
-    def fwd(*arguments):
-        return run(*arguments), arguments
+    def fwd(x_TD, weights_TK, w, *rest):
+        y_TD, pullback = jax.vjp(lambda *a: one_round(0, *a, *rest[:2]), x_TD, weights_TK, w)
+        return _more(one_round, 1, y_TD, x_TD, weights_TK, w, *rest), (pullback, (x_TD, weights_TK, w, *rest))
 
-    def bwd(arguments, g_TD):
-        *differentiable, send, sizes_PE, rounds = arguments
-
-        def body(i, grads):
-            _, pullback = jax.vjp(lambda x, weights, w: one_round(i, x, weights, w, send, sizes_PE), *differentiable)
-            return jax.tree.map(jnp.add, grads, pullback(g_TD))
-
-        zeros = jax.tree.map(lambda a: vary_like(jnp.zeros(a.shape, a.dtype), a), tuple(differentiable))
-        return (*jax.lax.fori_loop(first, rounds, body, zeros), None, None, None)
+    def bwd(saved, g_TD):
+        pullback, arguments = saved
+        return (*_more_gradients(one_round, 1, g_TD, pullback(g_TD), *arguments), None, None, None)
 
     run.defvjp(fwd, bwd)
     return run(x_TD, weights_TK, w, send, sizes_PE, rounds)
+
+
+def further_rounds(one_round, first, rounds, y_TD, x_TD, weights_TK, w, send, sizes_PE):
+    """Sum of rounds first ... rounds - 1, like y_TD; its gradient is as that of `all_rounds`."""
+
+    @jax.custom_vjp
+    def run(x_TD, weights_TK, w, send, sizes_PE, rounds):
+        return _more(one_round, first, _zeros_like(y_TD), x_TD, weights_TK, w, send, sizes_PE, rounds)
+
+    def bwd(arguments, g_TD):
+        zeros = jax.tree.map(_zeros_like, arguments[:3])
+        return (*_more_gradients(one_round, first, g_TD, zeros, *arguments), None, None, None)
+
+    run.defvjp(lambda *arguments: (run(*arguments), arguments), bwd)
+    return run(x_TD, weights_TK, w, send, sizes_PE, rounds)
+
+
+def _more(one_round, first, y_TD, x_TD, weights_TK, w, send, sizes_PE, rounds):
+    """y_TD and rounds first ... rounds - 1."""
+    return jax.lax.fori_loop(first, rounds, lambda i, y: y + one_round(i, x_TD, weights_TK, w, send, sizes_PE), y_TD)
+
+
+def _more_gradients(one_round, first, g_TD, grads, x_TD, weights_TK, w, send, sizes_PE, rounds):
+    """grads, of x_TD, weights_TK and w, and those of rounds first ... rounds - 1."""
+
+    def body(i, grads):
+        _, pullback = jax.vjp(lambda *a: one_round(i, *a, send, sizes_PE), x_TD, weights_TK, w)
+        return jax.tree.map(jnp.add, grads, pullback(g_TD))
+
+    return jax.lax.fori_loop(first, rounds, body, grads)
+
+
+def _zeros_like(a: jax.Array) -> jax.Array:
+    return vary_like(jnp.zeros(a.shape, a.dtype), a)
 
 
 class Send(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 TILE_ROWS = (512, 256, 128)
 Product = Callable[[jax.Array, jax.Array], jax.Array]
-Stage = Callable[[Any, Any, Product], Any]   # see `jaxmoe.kernels.grouped_matmul.grouped_stages`
+Stage = Callable[..., Any]   # see `jaxmoe.kernels.grouped_matmul.grouped_stages`
 
 
 class Tile(NamedTuple):
@@ -29,8 +29,11 @@ class Tile(NamedTuple):
 
     def read(self, values):
         """Its rows, zero outside the group."""
-        found = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.first, self.rows), values)
-        return found if self.inside is None else jax.tree.map(lambda a: jnp.where(self.inside, a, 0), found)
+        def get(a):
+            b = jax.lax.dynamic_slice_in_dim(a, self.first, self.rows)
+            return b if self.inside is None else jnp.where(self.inside, b, 0)
+
+        return jax.tree.map(get, values)
 
     def write(self, values, new):
         """values with new rows in the group's."""
@@ -104,7 +107,8 @@ def _over_tiles(step: Callable, carry, sizes_E: jax.Array, rows: int):
     return _loop(step, carry, starts_E, -(-(ends_E - starts_E) // size), size, ends_E, rows)
 
 
-def _loop(step: Callable, carry, starts_E, counts_E, size: int, ends_E=None, rows: int = 0):
+def _loop(step: Callable, carry, starts_E, counts_E, size: int, ends_E: jax.Array | None = None,
+          rows: int = 0):
     """Over counts_E[g] tiles of each group g, from starts_E[g] on. ends_E: None = no tile reaches past it; rows: of
     all."""
     last_E = jnp.cumsum(counts_E)
