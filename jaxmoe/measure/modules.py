@@ -88,7 +88,8 @@ def _fitting(block: Block) -> list[Degrees]:
 
 def fitted(module: str, seconds: Mapping[float, float]) -> Fit:
     """Amount -> seconds as a line; through the origin if there is one amount, flat if larger ones take no longer."""
-    amounts, times = zip(*sorted(seconds.items()), strict=True)
+    amounts = tuple(sorted(seconds))
+    times = tuple(seconds[n] for n in amounts)
     if len(amounts) > 1 and min(times) > 0:
         try:
             return fit(module, amounts, times)
@@ -142,7 +143,12 @@ class _Recorder:
     def _global(self, by_device: dict[int, np.ndarray]) -> jax.Array:
         shape = (self.mesh.size, *next(iter(by_device.values())).shape)
         sharding = NamedSharding(self.mesh, P(self.axes))
-        return jax.make_array_from_callback(shape, sharding, lambda at: by_device[at[0].start or 0][None])
+        return jax.make_array_from_callback(shape, sharding, lambda at: by_device[_first(at)][None])
+
+
+def _first(at: Any) -> int:
+    """Where an index of slices begins in the first dim."""
+    return at[0].start or 0
 
 
 def _is_key(a: jax.Array) -> bool:
