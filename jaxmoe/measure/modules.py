@@ -70,7 +70,7 @@ def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int, known: frozense
         jax.block_until_ready(compiled_step(cfg, model, optimizer)(batch))
     jax.effects_barrier()
     seconds, _ = seconds_of({"": _empty(mesh)} | recorder.calls(), repeats)
-    return {key: max(seconds[str(key)] - seconds[""], 0.0) for key in recorder.kept}
+    return {key: max(seconds[str(key)] - seconds[""], 0.0) for key in recorder.keys}
 
 
 def _fitting(block: Block) -> list[Degrees]:
@@ -88,16 +88,16 @@ def _fitting(block: Block) -> list[Degrees]:
 
 def fitted(module: str, seconds: Mapping[float, float]) -> Fit:
     """Amount -> seconds as a line; through the origin if there is one amount, flat if larger ones take no longer."""
-    amounts = tuple(sorted(seconds))
-    times = tuple(seconds[n] for n in amounts)
+    amounts = sorted(seconds)
+    times = [seconds[n] for n in amounts]
     if len(amounts) > 1 and min(times) > 0:
         try:
             return fit(module, amounts, times)
         except ValueError:
-            return Fit(module, float(np.median(times)), 0.0, 0.0, amounts, times)
+            return Fit(module, float(np.median(times)), 0.0, 0.0, tuple(amounts), tuple(times))
     most, longest = amounts[-1], times[-1]
-    return Fit(module, 0.0, longest / most, 1.0, amounts, times) if most else (
-        Fit(module, longest, 0.0, 1.0, amounts, times))
+    alpha, unit = (0.0, longest / most) if most else (longest, 0.0)
+    return Fit(module, alpha, unit, 1.0, tuple(amounts), tuple(times))
 
 
 class _Recorder:
@@ -121,8 +121,13 @@ class _Recorder:
     def _keep(self, key: Key, device, leaves) -> None:
         self.kept.setdefault(key, []).append((device, leaves))   # to read them here would wait for the program itself
 
+    @property
+    def keys(self) -> list[Key]:
+        """In the same order in every process, as some tasks are collectives."""
+        return [key for key in self.tasks if key in self.kept]
+
     def calls(self) -> dict[str, Callable[[], Any]]:
-        return {str(key): self._call(key) for key in self.kept}
+        return {str(key): self._call(key) for key in self.keys}
 
     def _call(self, key: Key) -> Callable[[], Any]:
         """A program of the task alone, on what it read; all of it and of its results vary over all devices."""
