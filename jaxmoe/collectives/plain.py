@@ -21,6 +21,14 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int = 0) -> jax.Array:
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
+def own_part(x: jax.Array, axes: Axes, dim: int = 0) -> jax.Array:
+    """This device's part of `dim` of what is whole on each device of the group. Sends nothing."""
+    if not axes:
+        return x
+    size = x.shape[dim] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
+
+
 def psum(x, axes: Axes):
     """Sum over the group, the same on every device."""
     return jax.lax.psum(x, axes) if axes else x

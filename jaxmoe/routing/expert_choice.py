@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ..collectives import all_gather
+from ..collectives import all_gather, own_part
 from ..types import Groups, Routing, Tokens
 from .base import Weight, logits_of
 
@@ -48,14 +48,9 @@ class ExpertChoice:
         wanted_TE = jnp.where(tokens.valid_T[:, None], jax.lax.stop_gradient(scores_TE), -jnp.inf)
         wanted_GNE = wanted_TE.reshape(groups.local, -1, E)
         order_GNE = jnp.argsort(-all_gather(wanted_GNE, groups.axes, 1), 1, stable=True)
-        rank_GNE = own_part(jnp.argsort(order_GNE, 1), wanted_GNE.shape[1], groups.axes)
+        rank_GNE = own_part(jnp.argsort(order_GNE, 1), groups.axes, 1)
         chosen_TE = (rank_GNE < take).reshape(T, E) & tokens.valid_T[:, None]
         # Choices that are used come first: later parts go through no more of them than the busiest token has.
         experts_TE = jnp.argsort(~chosen_TE, 1, stable=True)
         at = lambda a: jnp.take_along_axis(a, experts_TE, 1)  # noqa: E731
         return Routing(experts_TE.astype(jnp.int32), at(scores_TE), at(chosen_TE), scores_TE, logits_TE)
-
-
-def own_part(x_GN: jax.Array, size: int, axes) -> jax.Array:
-    """This device's tokens of what was gathered over axes."""
-    return jax.lax.dynamic_slice_in_dim(x_GN, jax.lax.axis_index(axes) * size, size, 1) if axes else x_GN
