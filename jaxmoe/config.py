@@ -159,7 +159,7 @@ class ScheduleConfig(Section):
     `train.run_dir`.
     """
 
-    kind: Literal["plain", "sequential", "pipemoe", "parm-s1", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
+    kind: Literal["plain", "sequential", "pipemoe", "parm-s1", "parm-s2", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
     cluster: str = "8x8-h100"
     degrees: DegreesConfig | None = None
     plan: str | None = None

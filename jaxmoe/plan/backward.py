@@ -47,6 +47,8 @@ PULLS: dict[str, tuple[Pull, ...]] = {
                      Pull("dw", "weight_grad", ("params",), ("*", "params", "sizes"))),
     "expert_reduce": (Pull("grad", "grad", ("*",), kind="all_gather"),),
     **{verb: (Pull("grad", "grad", ("*",)),) for verb in ("combine", "encode_combine", "decode_combine")},
+    **{verb: (Pull("grad", "grad", ("*",), kind="reduce_scatter"),) for verb in ("token_gather", "combine_gather")},
+    **{verb: (Pull("grad", "grad", ("*",)),) for verb in ("combine_split", "combine_join")},
     "unpack": (Pull("grad", "grad", ("*", "params"), ("back", "weights", "choice", "sizes", "n", "params"), 1.0),),
     "shared_up": (Pull("dx", "input_grad", ("*",), ("*", "params")),
                   Pull("dw", "weight_grad", ("params",), ("*", "params"))),

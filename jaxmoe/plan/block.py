@@ -54,12 +54,16 @@ class Block:
     """A stack of equal blocks, as one device sees it.
 
     batch, seq: a device's sequences, and positions of each. rows: slots of one expert that a device fills (layout
-    "slots"), or rows that it sends to each device with experts ("ragged"). attention: False = MoE layers only, without
+    "slots"), or rows that it sends to each device with experts ("ragged"). group_rows: slots of one expert that the
+    devices of a `model` group fill together, if no token counts twice. attention: False = MoE layers only, without
     residual sums.
     groups: capacity groups of a device, 0 = one a sequence. by_token: no token is dropped, and none's experts depend on
     another token. fused: one All-to-All to all devices with a part of an expert, each of which gets every row of it,
     and one back whose partial outputs are summed where they arrive, instead of collectives over `expert` and over
-    `expert_shard` (layout "slots"). layers: of the stack; segment: layers that are planned together, and repeated.
+    `expert_shard` (layout "slots"). split: what a `model` group divides among its devices. "tokens": each gates its own,
+    and holds as many slots as these may fill. "slots": each gates all of the group's tokens and sends a part of every
+    expert's slots; what comes back is gathered, step by step behind the All-to-All, never coded (layout "slots").
+    layers: of the stack; segment: layers that are planned together, and repeated.
     axes: mesh axis -> size. links: mesh axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params:
     of one layer.
     """
@@ -76,6 +80,8 @@ class Block:
     groups: int = 0
     by_token: bool = True
     fused: bool = False
+    split: Literal["tokens", "slots"] = "tokens"
+    group_rows: int = 0
     gated: bool = True
     shared_experts: int = 0
     attention: bool = False
@@ -99,6 +105,8 @@ class Block:
                 raise ValueError(f"links.{axis} must be one of {', '.join(STREAMS[1:])}, got {link!r}")
         if self.fused and self.layout != "slots":
             raise ValueError(f'a fused All-to-All needs moe.dispatch.kind="slots", got "{self.layout}"')
+        if self.split == "slots" and self.layout != "slots":
+            raise ValueError(f'slots that a model group shares need moe.dispatch.kind="slots", got "{self.layout}"')
         if self.chunk == "sequence" and not self.by_token:
             raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come "
                              "before second ones of earlier tokens, and tokens must choose experts: use "
@@ -141,6 +149,16 @@ class Block:
     def copies(self) -> int:
         """Devices that an All-to-All sends the same rows to."""
         return self.size(self.role("expert_shard")) if self.fused else 1
+
+    @property
+    def sharers(self) -> int:
+        """Devices of a `model` group that divide every expert's slots among them."""
+        return self.size(self.role("model")) if self.split == "slots" else 1
+
+    @property
+    def turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Axes of an All-to-All's steps, and of devices that are served in one step, as they hold the same experts."""
+        return self.role("expert"), self.role("expert_shard") if self.fused else ()
 
     @property
     def tokens(self) -> int:

@@ -104,12 +104,18 @@ class _Builder:
     def _moe(self, j: int) -> None:
         b, tokens = self.b, self.b.tokens / self.parts
         h = self._hidden(j)
-        self.add("route", (j,), [*h, *self._names("router")],
-                 [f"{f}.{j}" for f in ("n", "weights", "scores", "logits", "choice")], kind="matmul",
-                 flops=2 * tokens * b.d_model * b.num_experts)
+        gated, packed = h, f"n.{j}"
+        made = [f"{f}.{j}" for f in ("n", "weights", "scores", "logits", "choice")]
+        if b.sharers > 1:
+            gated, packed = [f"tokens.{j}"], f"n_all.{j}"
+            made = [*made[0 if b.shared_experts else 1:], packed]
+            self.add("token_gather", (j,), h, gated, b.role("model"), "all_gather",
+                     count=tokens * b.d_model * (b.sharers - 1))
+        self.add("route", (j,), [*gated, *self._names("router")], made, kind="matmul",
+                 flops=2 * tokens * b.sharers * b.d_model * b.num_experts)
         chunks = range(self.chunks)
         into = [f"slots.{j}.{i}" for i in chunks]
-        self.add("pack", (j,), [f"n.{j}", f"choice.{j}"], into, count=2 * self._slots() * b.d_model * self.chunks)
+        self.add("pack", (j,), [packed, f"choice.{j}"], into, count=2 * self._slots() * b.d_model * self.chunks)
         ragged = b.layout == "ragged"
         if ragged:
             axes = (*b.role("expert"), *b.role("expert_shard"))
@@ -132,7 +138,8 @@ class _Builder:
     def _slots(self) -> float:
         """Rows that a device sends in one chunk."""
         b = self.b
-        all_rows = b.rows * (b.num_experts if b.layout == "slots" else b.size(b.role("expert")))
+        filled = b.rows if b.sharers == 1 else ceil(b.group_rows / b.sharers)
+        all_rows = filled * (b.num_experts if b.layout == "slots" else b.size(b.role("expert")))
         return all_rows / self.parts / self.chunks
 
     def _experts(self, j: int, i: int, sizes: list[str]) -> None:
@@ -150,13 +157,44 @@ class _Builder:
         flops = 2 * rows * b.d_model * b.d_ff
         weights = [n for n in self._names("experts") if n != "w_down_EFD"]
         self.add("experts_up", (j, i), [into, *weights, *sizes], [f"hidden{at}"], kind="matmul", flops=flops * matrices)
-        out = [f"part{at}" if q > 1 else f"out{at}" if p > 1 else f"back{at}"]
-        self.add("experts_down", (j, i), [f"hidden{at}", "w_down_EFD", *sizes], out, kind="matmul", flops=flops)
+        out = f"out{at}" if p * b.sharers > 1 else f"back{at}"
+        self.add("experts_down", (j, i), [f"hidden{at}", "w_down_EFD", *sizes], [f"part{at}" if q > 1 else out],
+                 kind="matmul", flops=flops)
         if q > 1:
-            self.add("expert_reduce", (j, i), [f"part{at}"], [f"out{at}" if p > 1 else f"back{at}"], shard,
-                     "reduce_scatter", count=sent * (q - 1))
-        if p > 1:
+            self.add("expert_reduce", (j, i), [f"part{at}"], [out], shard, "reduce_scatter", count=sent * (q - 1))
+        if b.sharers > 1:
+            self._combine_in_steps(j, i, rows * b.d_model)
+        elif p > 1:
             self._exchange("combine", (j, i), f"out{at}", f"back{at}", expert, sent)
+
+    def _combine_in_steps(self, j: int, i: int, own: float) -> None:
+        """A combine whose steps are gathered one behind (Parm's SAA). own: values of this device's slots.
+
+        A step takes as long as an All-to-All of its bytes, messages to devices with the same experts start together,
+        and the step to these of this device's own place needs only the links between them (ours).
+        """
+        b, at = self.b, f".{j}.{i}"
+        (axes, mates), model = b.turns, b.role("model")
+        steps, copies = b.size(axes), b.copies
+
+        def gather(index: tuple, read: str, write: str, values: float) -> None:
+            self.add("combine_gather", index, [read], [write], model, "all_gather", count=values * (b.sharers - 1))
+
+        if steps * copies == 1:
+            gather((j, i), f"out{at}", f"back{at}", own)
+            return
+        sent, came, met = ([f"{family}{at}.{s}" for s in range(steps)] for family in ("sent", "came", "met"))
+        self.add("combine_split", (j, i), [f"out{at}"], sent, count=2 * own * copies)
+        if copies == 1:
+            came[0] = sent[0]
+        for s in range(steps):
+            part = own / steps
+            if s:
+                self.add("combine", (j, i, s), [sent[s]], [came[s]], axes, "all_to_all", count=part * copies)
+            elif copies > 1:
+                self.add("combine", (j, i, s), [sent[s]], [came[s]], mates, "all_to_all", count=part * (copies - 1))
+            gather((j, i, s), came[s], met[s], part)
+        self.add("combine_join", (j, i), met, [f"back{at}"], count=2 * own * b.sharers)
 
     def _exchange(self, verb: str, index: tuple, read: str, write: str, axes: tuple[str, ...], sent: float) -> None:
         """An All-to-All of `sent` values of a device; if it is coded, with tasks that code before and after it."""

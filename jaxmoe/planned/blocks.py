@@ -42,9 +42,10 @@ def moe_block(
     specs = specs or _moe_specs(spec, shared_experts)
     axes = tuple((a, mesh.shape[a]) for a in roles.token_axes) if mesh is not None else ()
     named_roles = tuple((r, getattr(roles, r)) for r in ("data", "expert", "expert_shard", "model", "fsdp"))
+    rows, group_rows = _rows(spec, batch, sequence, B * S)
     block = Block(
         batch=B, seq=S, d_model=spec.d_model, d_ff=spec.d_ff, num_experts=spec.num_experts,
-        k=max(1, round(spec.router.pairs_per_token(spec.num_experts))), rows=_rows(spec, batch, sequence, B * S),
+        k=max(1, round(spec.router.pairs_per_token(spec.num_experts))), rows=rows, group_rows=group_rows,
         layout="slots" if isinstance(spec.dispatch, Slots) else "ragged", chunk=chunk,  # type: ignore[arg-type]
         groups=spec.groups(batch, sequence).local, by_token=_by_token(spec, batch, sequence),
         gated=spec.activation == "swiglu", shared_experts=shared_experts,
@@ -60,13 +61,14 @@ def attention_block(block: Block, layers: int, segment: int, heads: int, kv_head
                    head_dim=head_dim)
 
 
-def _rows(spec: Spec, batch: int, sequence: int, tokens: int) -> int:
+def _rows(spec: Spec, batch: int, sequence: int, tokens: int) -> tuple[int, int]:
+    """A block's rows and group_rows."""
     groups = spec.groups(batch, sequence)
     if not isinstance(spec.dispatch, Slots):
         devices = axes_size(spec.mesh, spec.roles.expert)
-        return spec.dispatch.bucket_rows(tokens, spec.router, spec.num_experts, devices)
+        return spec.dispatch.bucket_rows(tokens, spec.router, spec.num_experts, devices), 0
     capacity = spec.dispatch.capacity(spec.router, groups.tokens, spec.num_experts)
-    return groups.local * min(capacity, tokens // groups.local)
+    return groups.local * min(capacity, tokens // groups.local), groups.local * min(capacity, groups.tokens)
 
 
 def _by_token(spec: Spec, batch: int, sequence: int) -> bool:

@@ -21,6 +21,7 @@ from .attention import AttentionVerbs
 from .blocks import attention_block, moe_block
 from .exchange import metrics_of
 from .layer import moe_verbs
+from .shared_slots import with_group
 
 NAMES = {("attention_norm", "scale"): "attention_norm", ("ffn_norm", "scale"): "ffn_norm",
          ("attention", "q_norm", "scale"): "q_norm", ("attention", "k_norm", "scale"): "k_norm"}
@@ -74,7 +75,7 @@ def planned_stack(
     run = stack(plan, verbs)
 
     def local(x_BSD, params, tokens, sequences, layered, sink):
-        x_BSD, aux, counted = run(x_BSD, params, tokens | sequences, layered, sink)
+        x_BSD, aux, counted = run(x_BSD, params, with_group(tokens | sequences, plan.block), layered, sink)
         return x_BSD, aux._replace(metrics=aux.metrics | metrics_of(counted))
 
     sink = sink or no_counts(plan.block)

@@ -20,6 +20,7 @@ from .exchange import metrics_of
 from .moe import MoEVerbs
 from .parameters import parameter_verbs
 from .ragged import RaggedLayout
+from .shared_slots import with_group
 from .slots import SlotsLayout
 
 
@@ -44,7 +45,7 @@ def planned_layer(
     params |= {"w_up_EDF": w.up_EDF, "w_down_EFD": w.down_EFD}
     if w.gate_EDF is not None:
         params["w_gate_EDF"] = w.gate_EDF
-    consts = {n: a for n, a in by_token.items() if n != "x"}
+    consts = with_group({n: a for n, a in by_token.items() if n != "x"}, plan.block)
     layered = {n: a[None] for n, a in (("bias", bias_E), ("key", key)) if a is not None}
     run = stack(plan, moe_verbs(plan, spec, groups))
     x_BSD = by_token["x"]

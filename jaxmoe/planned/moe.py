@@ -8,17 +8,19 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from ..collectives import all_gather, reduce_scatter
 from ..compat import vary_over
 from ..experts import experts_down, experts_up
 from ..norm import rms_norm
 from ..plan.block import Block
 from ..plan.execute import Verb
-from ..plan.tasks import Degrees, Task
+from ..plan.tasks import Degrees, Task, family
 from ..routing.losses import conclusions, tally, total
 from ..routing.tokens import in_group_order, outputs_of, tokens_of
 from ..spec import Spec
 from ..types import Groups, Routing
 from .pieces import by_family, expert_weights, part_of, piece, piece_gradient
+from .shared_slots import BY_TOKEN, own_tokens
 
 
 class Layout(Protocol):
@@ -50,7 +52,7 @@ class MoEVerbs:
 
     def table(self) -> dict[str, Verb]:
         return {
-            "route": Verb(self.route), "tally": Verb(self.tally), "losses": Verb(self.losses),
+            "token_gather": Verb(self.gather, self.gather_gradient), "route": Verb(self.route), "tally": Verb(self.tally), "losses": Verb(self.losses),
             "statistics": Verb(self.statistics, self.statistics_gradient),
             "unpack": Verb(self.unpack, self.unpack_gradient),
             "shared_up": Verb(self.shared_up), "shared_down": Verb(self.shared_down),
@@ -70,28 +72,57 @@ class MoEVerbs:
         return replace(g, local=g.local // parts)
 
     def part_of_tokens(self, consts: dict, part: int) -> dict[str, jax.Array]:
-        names = [n for n in ("mask", "index", "segment", "forced") if n in consts]
+        names = [n for n in BY_TOKEN if n in consts]
         return {n: piece([consts[n]], part, self.parts, 1, self.block.token_dim) for n in names}
+
+    def part_of_groups_tokens(self, consts: dict, part: int) -> dict[str, jax.Array]:
+        """The same of the devices that share slots, one after the other."""
+        dim = 2 * self.block.token_dim
+        found = {n: piece([a], part, self.parts, 1, dim) for n, a in consts["group"].items()}
+        return {n: a.reshape(a.shape[0], -1, *a.shape[3:]) for n, a in found.items()}
 
     def residual(self, values: dict[str, list], part: int) -> jax.Array:
         """A part of what attention gave."""
         return piece(values["h"], part, self.parts, self.degrees.dense_forward, self.block.token_dim)
 
+    def gather(self, task: Task, reads, consts):
+        """Tokens of all devices that share slots, whole sequences (of a part)."""
+        values = by_family(task.reads, reads)
+        x_BSD = self.residual(values, part_of(task)) if "h" in values else values["x"][0]
+        return (all_gather(x_BSD, self.block.role("model"), 1),)
+
+    def gather_gradient(self, task: Task, cotangents, values, consts):
+        d_BSD = reduce_scatter(cotangents[0], self.block.role("model"), 1)
+        if family(task.writes[0]) != "h":
+            return (d_BSD,)
+        return tuple(piece_gradient(d_BSD, part_of(task), self.parts, self.degrees.dense_forward, self.block.token_dim))
+
     def route(self, task: Task, reads, consts):
-        values, part = by_family(task.reads, reads), part_of(task)
-        x_BSD = self.residual(values, part) if "h" in values else values["x"][0]
+        """Where slots are shared, of the whole group's tokens; what leaves is of this device's, but for "n_all"."""
+        values, part, shared = by_family(task.reads, reads), part_of(task), self.block.sharers > 1
+        groups = self.groups_of_part()
+        if shared:
+            x_BSD, groups = values["tokens"][0], replace(groups, axes=())
+            by_token, own = self.part_of_groups_tokens(consts, part), self.own_tokens
+        else:
+            x_BSD = self.residual(values, part) if "h" in values else values["x"][0]
+            by_token, own = self.part_of_tokens(consts, part), lambda a: a
         if self.norm_eps is not None:
             x_BSD = rms_norm(x_BSD, values["ffn_norm"][0], self.norm_eps)
-        groups = self.groups_of_part()
-        tokens, bad_T = tokens_of({"x": x_BSD, **self.part_of_tokens(consts, part)}, groups)
+        tokens, bad_T = tokens_of({"x": x_BSD, **by_token}, groups)
         weights = {n.removeprefix("router_"): w[0] for n, w in values.items() if n.startswith("router_")}
         routing = self.spec.router(weights, tokens, groups, consts.get("bias"), consts.get("key"))
         assert isinstance(routing, Routing)   # blocks of Soft MoE are refused
         choice, dropped = self.layout.choose(routing, groups)
-        choice |= {"experts": routing.experts_TK, "chosen": routing.chosen_TK, "valid": tokens.valid_T, "bad": bad_T,
-                   "dropped": dropped}
+        choice |= {"experts": own(routing.experts_TK), "chosen": own(routing.chosen_TK), "valid": own(tokens.valid_T),
+                   "bad": own(bad_T), "dropped": dropped}
         n_TD = tokens.x_TD.astype(self.spec.dtype)
-        return n_TD, routing.weights_TK, routing.scores_TE, routing.logits_TE, choice
+        found = {"n": own(n_TD), "n_all": n_TD, "weights": own(routing.weights_TK), "scores": own(routing.scores_TE),
+                 "logits": own(routing.logits_TE), "choice": choice}
+        return tuple(found[family(v)] for v in task.writes)
+
+    def own_tokens(self, a_T: jax.Array) -> jax.Array:
+        return own_tokens(a_T, self.groups_of_part(), self.block.role("model"))
 
     def tally(self, task: Task, reads, consts):
         values, groups = by_family(task.reads, reads), self.groups

@@ -21,11 +21,15 @@ from ..spec import Spec
 from ..types import Groups, Routing, RowIndex
 from .exchange import Ends, exchange_verbs, linear
 from .pieces import by_family, expert_weights
+from .shared_slots import combine_verbs, own_slots, own_tokens, slots_of_own_tokens
 
 
 @dataclass(frozen=True)
 class SlotsLayout:
-    """Values: slots, back [E, C, D]; rows, out [senders.., local E, C, D]; hidden [local E, senders, C, F]."""
+    """Values: slots, back [E, C, D]; rows, out [senders.., local E, C, D]; hidden [local E, senders, C, F].
+
+    Where a group shares slots, C are a device's in all but back; see `shared_slots`.
+    """
 
     block: Block
     degrees: Degrees
@@ -34,7 +38,8 @@ class SlotsLayout:
     @property
     def cuts(self) -> int:
         """Slots are padded to a multiple of this, so that forward and backward chunks are equal."""
-        return lcm(self.degrees.moe_forward, self.degrees.moe_backward) if self.block.chunk == "slots" else 1
+        chunks = lcm(self.degrees.moe_forward, self.degrees.moe_backward) if self.block.chunk == "slots" else 1
+        return chunks * self.block.sharers
 
     def choose(self, routing: Routing, groups: Groups) -> tuple[dict[str, Any], jax.Array]:
         spec, by_group = self.spec, lambda a: a.reshape(groups.local, -1, a.shape[1])
@@ -44,7 +49,13 @@ class SlotsLayout:
             capacity = groups.tokens   # nothing is dropped: see `moe_block`
         where, dropped = index(by_group(routing.experts_TK), by_group(routing.chosen_TK), spec.num_experts, capacity,
                                groups.axes)
-        return {"where": self._padded(where)}, dropped
+        where = self._padded(where)
+        if self.block.sharers == 1:
+            return {"where": where}, dropped
+        model = self.block.role("model")
+        own = slots_of_own_tokens(where, groups, model)
+        without = own_tokens(routing.chosen_TK, groups, model) & (own.row_TK == where.pair_R.size)
+        return {"where": own, "packed": own_slots(where, spec.num_experts, model)}, without.sum()
 
     def _padded(self, where: RowIndex) -> RowIndex:
         """Empty slots after each expert's own, up to a multiple of `cuts`."""
@@ -63,9 +74,11 @@ class SlotsLayout:
     def table(self) -> dict[str, Verb]:
         same = lambda rows_PECD: rows_PECD  # noqa: E731
         there, back = Ends(self.parted, same), Ends(same, self.merged)
+        combine = combine_verbs(self.block) if self.block.sharers > 1 else (
+            exchange_verbs(self.block, "combine", back, there))
         return {
             "pack": Verb(self.pack, self.pack_gradient),
-            **exchange_verbs(self.block, "dispatch", there, back), **exchange_verbs(self.block, "combine", back, there),
+            **exchange_verbs(self.block, "dispatch", there, back), **combine,
             "expert_gather": linear(self.gathered, self.scattered),
             "expert_reduce": linear(self.scattered, self.gathered),
             "experts_up": Verb(self.up, self.up_gradient), "experts_down": Verb(self.down),
@@ -73,13 +86,13 @@ class SlotsLayout:
 
     def pack(self, task: Task, reads, consts):
         n_TD, choice = reads
-        slots_ECD = pack(n_TD, choice["where"]).reshape(self.spec.num_experts, -1, n_TD.shape[1])
+        slots_ECD = pack(n_TD, packed_where(choice)).reshape(self.spec.num_experts, -1, n_TD.shape[1])
         return tuple(jnp.split(slots_ECD, len(task.writes), 1))
 
     def pack_gradient(self, task: Task, cotangents, values, consts):
         (choice,) = values.values()
         g_ECD = jnp.concatenate(cotangents, 1)
-        g_TD = sum_over_choices(g_ECD.reshape(-1, g_ECD.shape[-1]), choice["where"].row_TK)
+        g_TD = sum_over_choices(g_ECD.reshape(-1, g_ECD.shape[-1]), packed_where(choice).row_TK)
         return (g_TD.astype(g_ECD.dtype),)
 
     def parted(self, slots_ECD):
@@ -128,3 +141,8 @@ class SlotsLayout:
         values = by_family(task.reads, reads)
         out_GECD = experts_down(values["hidden"][0], expert_weights(values), self.spec.activation)
         return (out_GECD.reshape(*self._lead(), *out_GECD.shape[-3:]),)
+
+
+def packed_where(choice: dict[str, Any]) -> RowIndex:
+    """Where pairs lie in what this device packs."""
+    return choice.get("packed", choice["where"])

@@ -9,6 +9,7 @@ SCHEDULES: dict[str, Callable[..., Plan]] = {
     "sequential": sequential.plan,
     "pipemoe": pipemoe.plan,
     "parm-s1": parm.plan_s1,
+    "parm-s2": parm.plan_s2,
     "fsmoe": fsmoe.plan,
     "mast": mast.plan,
     "sp-moe": sp_moe.plan,

@@ -29,3 +29,10 @@ def plan_s1(block: Block, cluster: Cluster, degrees: Degrees | None = None, slic
     """degrees: None = the fastest in simulation."""
     made = pipemoe.plan(replace(block, fused=True), cluster, degrees, slices, saved)
     return replace(made, schedule="parm-s1")
+
+
+def plan_s2(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
+            saved: tuple[str, ...] = SAVED) -> Plan:
+    """degrees: None = the fastest in simulation."""
+    made = pipemoe.plan(replace(block, fused=True, split="slots"), cluster, degrees, slices, saved)
+    return replace(made, schedule="parm-s2")

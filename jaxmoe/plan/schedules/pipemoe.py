@@ -17,18 +17,19 @@ from ..plan import Plan
 from ..tasks import Degrees, Task
 from .base import Orders, Trials, by, moe_degrees, place
 
-FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "statistics": 3}
-BACKWARD = {"combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2, "dispatch:grad": 2,
-            "model_scatter:grad": 3, "model_gather:grad": 3, "grad_reduce": 4}
+FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "combine_gather": 2, "statistics": 3}
+BACKWARD = {"combine_gather:grad": 1, "combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2,
+            "dispatch:grad": 2, "token_gather:grad": 3, "model_scatter:grad": 3, "model_gather:grad": 3,
+            "grad_reduce": 4}
 # Input gradients of a chunk come before its weight gradients, which nothing waits for.
-EXPERTS = {"encode_combine:grad": -1, "experts_down:dx": 0, "experts_up:dx": 1, "decode_dispatch:grad": 1,
+EXPERTS = {"encode_combine:grad": -1, "combine_split:grad": -1, "experts_down:dx": 0, "experts_up:dx": 1, "decode_dispatch:grad": 1,
            "experts_down:dw": 2, "experts_up:dw": 3}
-
+OF_CHUNK = ("experts_up", "experts_down", "encode_combine", "combine_split", "decode_dispatch")
 
 # Coding has the places of ScheMoE's theorem: before all dispatches, around each chunk's experts, after all combines.
 # All parts of the tokens are routed before the first one's experts, so that their dispatches follow one another.
 COMPUTE = {"shared_up": 1, "shared_down": 1, "decode_dispatch": 2, "experts_up": 2, "experts_down": 2,
-           "encode_combine": 2, "decode_combine": 3, "unpack": 3, "tally": 3,
+           "encode_combine": 2, "combine_split": 2, "combine_join": 3, "decode_combine": 3, "unpack": 3, "tally": 3,
            "statistics": 4, "losses": 5}
 
 
@@ -45,7 +46,7 @@ def backward(task: Task) -> tuple:
     layer = -task.layer
     if task.is_collective:
         return (1, layer, place(task, BACKWARD))
-    if task.verb in ("experts_up", "experts_down", "encode_combine", "decode_dispatch"):
+    if task.verb in OF_CHUNK:
         part = tuple(-int(n) for n in task.of.partition("@")[0].split(".")[1:])
         return (1, layer, 1, *part, place(task, EXPERTS))
     return (1, layer, 2 if task.verb in ("encode_dispatch", "pack", "route", "attn_out", "attend", "attn_in") else 0)

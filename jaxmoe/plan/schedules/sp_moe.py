@@ -31,8 +31,8 @@ EXPERTS = {"shared_up": 0, "shared_down": 1, "experts_up": 2, "experts_down": 3,
            "shared_down:dx": 0, "shared_up:dx": 1, "experts_down:dx": 2, "experts_up:dx": 3,
            "shared_down:dw": 4, "shared_up:dw": 5, "experts_down:dw": 6, "experts_up:dw": 7}
 # What gives links work: it runs as soon as it can.
-EAGER = {"route": 1, "pack": 1, "tally": 1, "encode_dispatch": 1, "encode_combine": 1,
-         "unpack:grad": 1, "decode_combine:grad": 1, "decode_dispatch:grad": 1}
+EAGER = {"route": 1, "pack": 1, "tally": 1, "encode_dispatch": 1, "encode_combine": 1, "combine_split": 1,
+         "unpack:grad": 1, "combine_join:grad": 1, "decode_combine:grad": 1, "decode_dispatch:grad": 1}
 LAGS = (1, 2, 99)   # 1A1M, 2A1M, all attention first
 
 
