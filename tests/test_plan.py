@@ -46,10 +46,12 @@ def block(roles="expert+shard", dispatch="slots", chunk="slots", shared=1) -> Bl
     return block_of(cfg, H100)
 
 
-@pytest.mark.parametrize(("roles", "dispatch"), list(product(ROLES, ("slots", "ragged"))), ids=str)
-def test_every_value_is_written_once_before_it_is_read(roles, dispatch):
+@pytest.mark.parametrize(("roles", "dispatch", "changes"), [
+    *((roles, dispatch, {}) for roles, dispatch in product(ROLES, ("slots", "ragged"))),
+    *(("model", "slots", {"split": "slots", "fused": fused}) for fused in (False, True))], ids=str)
+def test_every_value_is_written_once_before_it_is_read(roles, dispatch, changes):
     degrees = Degrees(2, 2) if dispatch == "ragged" else Degrees(2, 4)
-    graph = task_graph(block(roles, dispatch=dispatch), degrees, SAVED, 3)
+    graph = task_graph(replace(block(roles, dispatch=dispatch), **changes), degrees, SAVED, 3)
     inputs = {v for t in graph.forward.tasks for v in t.reads} - set(graph.forward.writers)
     assert {v.partition("@")[0] for v in inputs if not v.startswith("p:")} == {"x.0"}
     assert all(len(w) == 1 for w in graph.forward.writers.values())

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxmoe.plan.closed_forms import saa_seconds
 from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.cost import bytes_sent, seconds
 from jaxmoe.plan.tasks import Task
@@ -95,12 +96,17 @@ def test_parm_rule_picks_the_cheaper(results):
     assert result["cases"] == 2 * 1296
     assert set(result["rule_is_cheaper"].values()) == {1.0}
     assert min(v for k, v in result["min_speedup"].items() if "deepspeed" in k) >= 1.13
+    for name in "AB":
+        alone = result["over_deepspeed_moe"][name]
+        assert alone["parm"] == [result[f][f"{name}: deepspeed-moe"] for f in ("mean_speedup", "min_speedup")]
+        assert alone["parm"][0] >= max(alone["s1 only"][0], alone["s2 only"][0])
+        assert 2.0 <= alone["parm"][0] <= 3.5
 
 
-def test_parm_saa_hides_all_but_one_step():
+@pytest.mark.parametrize(("gather", "wanted"), [(1.0, 9.0), (2.0, 10.0), (5.0, 22.0)])
+def test_parm_saa_hides_all_but_one_step(gather, wanted):
     """Gathers shorter than the steps: one is exposed; longer ones: one step of the All-to-All is."""
-    assert parm.saa_seconds(4, np.array([8.0]), np.array([1.0])) == [9.0]
-    assert parm.saa_seconds(4, np.array([8.0]), np.array([5.0])) == [22.0]
+    assert parm.saa_seconds(4, np.array([8.0]), np.array([gather])) == [wanted] == [saa_seconds(2.0, gather, 4)]
 
 
 @pytest.mark.parametrize("backward", [False, True])

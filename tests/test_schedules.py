@@ -37,7 +37,7 @@ SHAPES = {"slots": block(), "ragged": block(dispatch="ragged"), "batch": block(c
 def fits(kind, shape):
     """Parm's All-to-All needs slots, SP-MoE's chunks rows that are not dropped."""
     made = SHAPES[shape]
-    return not (kind == "parm-s1" and made.layout != "slots" or kind == "sp-moe" and not made.by_token)
+    return not (kind.startswith("parm") and made.layout != "slots" or kind == "sp-moe" and not made.by_token)
 
 
 PAIRS = [(kind, shape) for kind in SCHEDULES for shape in SHAPES if fits(kind, shape)]
@@ -56,7 +56,7 @@ def test_plans_run_survive_json_and_are_no_faster_than_their_bound(kind, shape):
     timeline = simulate(found, H100)
     assert timeline.makespan >= timeline.bound_seconds * (1 - 1e-9)
     assert simulate(found, H100, contention=False).makespan <= simulate(made("sequential", shape), H100).makespan or (
-        kind == "parm-s1")
+        kind.startswith("parm"))
 
 
 @pytest.mark.parametrize("kind", [k for k in SCHEDULES if k != "sp-moe"])
@@ -70,6 +70,8 @@ def test_what_a_schedule_cannot_cut_is_refused():
         SCHEDULES["sp-moe"](SHAPES["slots"], H100)
     with pytest.raises(ValueError, match='a fused All-to-All needs moe.dispatch.kind="slots", got "ragged"'):
         SCHEDULES["parm-s1"](SHAPES["ragged"], H100)
+    with pytest.raises(ValueError, match='slots that a model group shares need moe.dispatch.kind="slots", got "ragged"'):
+        replace(SHAPES["ragged"], split="slots")
     with pytest.raises(ValueError, match="moe_forward must divide the device's 2 capacity groups, got 4"):
         SCHEDULES["mast"](SHAPES["batch"], H100, Degrees(4, 4, 1, 1))
 
@@ -193,6 +195,8 @@ slow = pytest.mark.slow
     ("expert", "ragged", 2, schedule("sp-moe", 2, 2, 4)),
     pytest.param("expert", "ragged", 4, schedule("sp-moe", 4, 4, 2, slices=2), marks=slow),
     pytest.param("all", "slots", 2, schedule("parm-s1", 2, 4), marks=slow),
+    pytest.param("all", "slots", 2, schedule("parm-s2", 2, 4), marks=slow),
+    pytest.param("all", "slots", 2, schedule("parm-s2", 4, 4, 2, chunk="batch", segment=2), marks=slow),
     pytest.param("expert", "slots", 4, schedule("fsmoe", 4, 2, slices=3, segment=2), marks=slow),
     pytest.param("expert", "slots", 4, schedule("mast", 2, 2, 2, chunk="batch", segment=2, slices=2), marks=slow),
     pytest.param("all", "slots", 4, schedule("mast", 2, 3, slices=2), marks=slow),
@@ -210,6 +214,64 @@ def test_a_fused_all_to_all_equals_the_unplanned_layer(place, degrees):
     found = layer_plan(place, "slots", "parm-s1", degrees)
     assert found.block.fused and not any("gather" in t.verb and "expert" in t.verb for t in found.graph.forward.tasks)
     assert_equal(layer(place, "slots")[1](found), unplanned(place, "slots"))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("place", "layout", "degrees", "changes"), [
+    ("all", "slots", Degrees(2, 3), {}),
+    pytest.param("all", "slots", Degrees(1, 2), {"fused": False}, marks=slow),
+    pytest.param("apart", "slots", Degrees(2, 1), {"saved": ("x",)}, marks=slow),
+    pytest.param("apart", "slots", Degrees(2, 2, 2, 2), {"chunk": "batch"}, marks=slow),
+    pytest.param("apart", "enough slots", Degrees(2, 2, 2, 2), {"chunk": "sequence"}, marks=slow),
+    pytest.param("model", "slots", Degrees(2, 2), {}, marks=slow),
+    pytest.param("same", "slots", Degrees(1, 2), {}, marks=slow),
+    pytest.param("expert-shard", "slots", Degrees(2, 1), {}, marks=slow),   # no model axes: nothing is shared out
+])
+def test_slots_that_a_model_group_shares_equal_the_unplanned_layer(place, layout, degrees, changes):
+    options = {n: changes[n] for n in ("chunk", "saved") if n in changes}
+    found = layer_plan(place, layout, "parm-s2", degrees, **options)
+    if "fused" in changes:
+        found = SCHEDULES["pipemoe"](replace(found.block, fused=False), H100, degrees)
+    gathers = {t.verb for t in found.graph.forward.tasks} & {"token_gather", "combine_gather"}
+    assert len(gathers) == (2 if found.block.size(found.block.role("model")) > 1 else 0)
+    assert_equal(layer(place, layout)[1](found), unplanned(place, layout))
+
+
+SHARED = replace(block("model"), fused=True, split="slots")
+
+
+def test_gathers_are_one_step_behind_the_all_to_alls():
+    """Parm's SAA: the link between nodes goes from step to step, the one inside gathers the step before."""
+    found = SCHEDULES["parm-s2"](replace(SHARED, segment=1), H100, Degrees(1, 1))
+    at = {e.task.name: e for e in simulate(found, H100, 1, contention=False).events if e.segment == 0}
+    steps = [at[f"combine.0.0.{s}@0"] for s in range(8)]
+    gathers = [at[f"combine_gather.0.0.{s}@0"] for s in range(8)]
+    assert [e.task.streams for e in steps] == [("intra",), *[("inter",)] * 7]
+    for s in range(1, 8):
+        assert gathers[s].start == steps[s].end
+        assert s == 7 or gathers[s].end < steps[s + 1].end
+        assert s == 1 or steps[s].start == steps[s - 1].end
+    sent = {v: sum(t.bytes for t in found.graph.forward.tasks if t.verb == v) for v in ("dispatch", "combine")}
+    assert sent["combine"] == pytest.approx(sent["dispatch"])
+    back = [t for t in found.graph.backward.tasks if t.of.startswith("combine_gather")]
+    assert len(back) == 8 and {t.kind for t in back} == {"reduce_scatter"}
+
+
+def test_parms_schedules_are_chosen_by_cost():
+    """S2 sends what a group may fill, S1 what each of its devices may: equal where nothing can be dropped."""
+    full = replace(block("model"), rows=128 * 16, group_rows=1024 * 16)   # every expert has room for every token
+    for shape, faster, slower in ((block("model"), "parm-s2", "parm-s1"), (full, "parm-s1", "parm-s2")):
+        seconds = {kind: simulate(SCHEDULES[kind](shape, H100), H100).makespan for kind in (faster, slower)}
+        assert seconds[faster] < seconds[slower]
+    assert {c.split for cs in variants(block("model")) for c in cs} == {"tokens", "slots"}
+    found = search(block("model"), H100, Degrees(1, 1))
+    assert {"parm-s1", "parm-s2"} < set(found.seconds) and found.plan.block.split == "slots"
+
+
+def test_steps_are_not_coded():
+    coded = replace(SHARED, codec=(("dispatch", "x4s"), ("combine", "x4s")), bytes_per_value=2)
+    verbs = {t.verb for t in task_graph(coded, Degrees(2, 2), SAVED, 1).forward.tasks}
+    assert "encode_dispatch" in verbs and "encode_combine" not in verbs
 
 
 MIXTRAL = "configs/mixtral-8x7b-8x8-h100.toml"

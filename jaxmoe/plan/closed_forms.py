@@ -107,3 +107,13 @@ def place_rest(taken: Sequence[float], pending: Sequence[float], left: float, al
     chosen = [i for i, t in enumerate(taken) if t > 0 and sum(pending[i + 1:]) == 0] if alpha_seconds else []
     at = chosen[-1] if chosen else last
     return [t + left * (i == at) for i, t in enumerate(taken)]
+
+
+def saa_seconds(a: float, g: float, n: int) -> float:
+    """Parm's SAA (derived): n steps of an All-to-All of a each, and g to gather each one's result behind it."""
+    return a + (n - 1) * max(a, g) + g
+
+
+def parm_prefers_s1(gather, saa, all_to_all):
+    """Parm's choice (derived): S1 gathers the layer's tokens, S2 the slots that came back, behind the All-to-All."""
+    return gather < saa - all_to_all

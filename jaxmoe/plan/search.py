@@ -84,9 +84,10 @@ def variants(block: Block) -> Iterator[list[Block]]:
     """For each way to cut chunks and to exchange rows, the block at its segment, or at `SEGMENTS` if that is 1."""
     segments = [s for s in SEGMENTS if block.layers % s == 0] if block.segment == 1 else [block.segment]
     fused = (False, True) if block.size(block.role("expert_shard")) > 1 else (False,)
-    for chunk, exchange in itertools.product(("slots", "batch", "sequence"), fused):
+    splits = ("tokens", "slots") if block.size(block.role("model")) > 1 else ("tokens",)
+    for chunk, exchange, split in itertools.product(("slots", "batch", "sequence"), fused, splits):
         with contextlib.suppress(ValueError):   # chunks along the sequence would drop tokens, or rows are ragged
-            yield [replace(block, chunk=chunk, fused=exchange, segment=s) for s in segments]
+            yield [replace(block, chunk=chunk, fused=exchange, split=split, segment=s) for s in segments]
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def explain(plan: Plan, cluster: Cluster) -> str:
     critical = ", ".join(f"{s} {share:.0%}" for s, share in critical_shares(t).items() if share)
     return "\n".join([
         f"{plan.schedule}: {block.segment} layers together, cut along the {block.chunk}, degrees {plan.degrees}, "
-        f"{'one All-to-All over all parts of experts, ' if block.fused else ''}gradients in {plan.slices}; "
+        f"{'one All-to-All over all parts of experts, ' if block.fused else ''}"
+        f"{'slots shared out over model, ' if block.sharers > 1 else ''}gradients in {plan.slices}; "
         f"{t.makespan / t.bound_seconds - 1:.1%} above the bound of these tasks",
         f"busy: {busy}; on the longest chain of waiting: {critical}",
         *(f"{FASTER:g} times as fast {name}: {t.makespan / simulate(plan, other).makespan:.2f} x"

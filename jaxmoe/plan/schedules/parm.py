@@ -1,16 +1,29 @@
-"""Parm's S1: one All-to-All to every part of every expert, and no collective inside the node. (layer order read)
+"""Parm: one All-to-All to every part of every expert, and no collective inside the node. (layer order read)
 
-    links    D                 C            D, C over expert and expert_shard at once
-    compute     E (partial)        sum U
+    S1  links    D                  C           D, C over expert and expert_shard at once
+        compute     E (partial)       sum U
+    S2  inter    D                  C1 C2 C3    C in steps (SAA): each one's slots are gathered over `model`
+        intra    D t                C0 m0 m1 m2 m3      while the next step flies; t: tokens are gathered first
+        compute     gate E (partial)               U
 
 A block of rows goes to all devices that hold a part of its expert, so that none gathers; their partial outputs come
 back and are summed where they arrive, so that none reduces (EP & ESP All-to-All). It sends as many times the bytes
-between nodes as an expert has parts, and holds both links. S1 gates a slice of the tokens on each device of a model
-group and gathers them afterwards: here activations are split so between attention and MoE anyway (`model_scatter`,
-`model_gather`), and routing decisions are made for the whole group, so that, unlike in the paper, no more is dropped
-than without it. S2, which splits slots instead because all devices of the group have all tokens, has then nothing left
-to split or to gather. Chunks and order are PipeMoE's (ours; the paper has one chunk). No value changes.
-It wins where collectives inside a node are slow or start slowly, and experts have few parts.
+between nodes as an expert has parts, and holds both links. Chunks and order are PipeMoE's (ours; the paper has one
+chunk). What is forced is that order, SAA's too; inside a task all is XLA's.
+
+S1 gates a slice of the tokens on each device of a `model` group and gathers them afterwards: activations are split so
+between attention and MoE anyway (`model_scatter`, `model_gather`). Routing decisions are made for the whole group, so
+that, unlike in the paper, no more is dropped than without it; the price is that each device has room for all slots
+that its tokens might fill, up to the group's C of an expert.
+
+S2 gates all of the group's tokens on each device, which sends C / n_MP of every expert's slots. In the paper each
+device has all tokens before the gate and after it; here they are gathered before it, and each device puts together its
+own alone (ours). So the stream between layers stays split, and is saved so, for one more gather of B L M a direction.
+The gate's product and norm are done n_MP times. A step's place in the group is that of its experts' devices (ours).
+
+No value changes in either. S1 wins where it has no room to spare (nothing can be dropped), as it gathers less; S2 where
+a group's C is much less than what its devices would hold each. Both win where collectives inside a node are slow or
+start slowly, and experts have few parts. "auto" tries both, and S2's split without the fused All-to-All.
 """
 
 from __future__ import annotations
@@ -27,12 +40,14 @@ from . import pipemoe
 def plan_s1(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
             saved: tuple[str, ...] = SAVED) -> Plan:
     """degrees: None = the fastest in simulation."""
-    made = pipemoe.plan(replace(block, fused=True), cluster, degrees, slices, saved)
-    return replace(made, schedule="parm-s1")
+    return _plan("parm-s1", replace(block, fused=True), cluster, degrees, slices, saved)
 
 
 def plan_s2(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
             saved: tuple[str, ...] = SAVED) -> Plan:
     """degrees: None = the fastest in simulation."""
-    made = pipemoe.plan(replace(block, fused=True, split="slots"), cluster, degrees, slices, saved)
-    return replace(made, schedule="parm-s2")
+    return _plan("parm-s2", replace(block, fused=True, split="slots"), cluster, degrees, slices, saved)
+
+
+def _plan(name: str, block: Block, *choices) -> Plan:
+    return replace(pipemoe.plan(block, *choices), schedule=name)
