@@ -7,6 +7,7 @@ from .compressed import all_reduce as all_reduce
 from .compressed import all_to_all as all_to_all
 from .compressed import no_counters as no_counters
 from .compressed import reduce_scatter as reduce_scatter
+from .plain import group_size as group_size
 from .plain import own_part as own_part
 from .plain import pmax as pmax
 from .plain import psum as psum

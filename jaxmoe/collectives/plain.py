@@ -6,6 +6,11 @@ from ..compat import varying_axes
 from ..types import Axes
 
 
+def group_size(axes: Axes) -> int:
+    """Devices of the group."""
+    return jax.lax.axis_size(axes) if axes else 1
+
+
 def all_to_all(x: jax.Array, axes: Axes, split_dim: int = 0, concat_dim: int = 0) -> jax.Array:
     """Split `split_dim` over the group, concatenate what arrives along `concat_dim`. Sends b (n-1)/n bytes."""
     return jax.lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True) if axes else x

@@ -6,7 +6,8 @@ over other links while the next step flies. Nothing here orders the steps: a pla
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..types import Axes
 from .compressed import cut, joined
-from .plain import all_gather
+from .plain import all_gather, group_size
 
 
 def all_to_all_gather(x: jax.Array, axes: Axes, gather: Axes, dim: int = 0) -> jax.Array:
@@ -60,10 +61,9 @@ def _permuted(x: jax.Array, axes: Axes, ways: list[tuple[int, int]]) -> jax.Arra
     return jax.lax.ppermute(x, names, [(int(places[i]), int(places[j])) for i, j in ways])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def by_step(x_P: jax.Array, axes: Axes) -> jax.Array:
     """Parts for devices 0, 1, ... of the group as parts for the devices 0, 1, ... places further on."""
-    return x_P[(index(axes) + jnp.arange(group_size(axes))) % group_size(axes)]
+    return _by_step(x_P, axes)
 
 
 def from_steps(x_S: jax.Array, axes: Axes) -> jax.Array:
@@ -71,22 +71,32 @@ def from_steps(x_S: jax.Array, axes: Axes) -> jax.Array:
     return x_S[(jnp.arange(group_size(axes)) - index(axes)) % group_size(axes)]
 
 
-by_step.defvjp(lambda x_P, axes: (by_step(x_P, axes), None), lambda axes, _, g_S: (from_steps(g_S, axes),))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def by_sender(x_SM: jax.Array, axes: Axes, gather: Axes) -> jax.Array:
     """[step, device of gather, ...] as [sender in axes, device of gather, ...], and back: it is its own inverse.
 
     In step s, device m of the gather got what the one s places before m sent.
     """
-    n, m = group_size(axes), group_size(gather)
-    steps_PM = (index(axes, gather) - jnp.arange(n)[:, None]) % n
-    return x_SM[steps_PM, jnp.arange(m)]
+    return _by_sender(x_SM, axes, gather)
 
 
-by_sender.defvjp(lambda x_SM, axes, gather: (by_sender(x_SM, axes, gather), None),
-                 lambda axes, gather, _, g_PM: (by_sender(g_PM, axes, gather),))
+def _permutation(run: Callable[..., jax.Array], inverse: Callable[..., jax.Array], axes: int) -> Any:
+    """run(x, tuples of axes) with its inverse as transpose: a gather where JAX would have a scatter-add."""
+    f = jax.custom_vjp(run, nondiff_argnums=tuple(range(1, 1 + axes)))
+    f.defvjp(lambda x, *groups: (run(x, *groups), None), lambda *a: (inverse(a[-1], *a[:-2]),))
+    return f
+
+
+def _steps_of(x_P, axes):
+    return x_P[(index(axes) + jnp.arange(group_size(axes))) % group_size(axes)]
+
+
+def _senders_of(x_SM, axes, gather):
+    steps_PM = (index(axes, gather) - jnp.arange(group_size(axes))[:, None]) % group_size(axes)
+    return x_SM[steps_PM, jnp.arange(group_size(gather))]
+
+
+_by_step = _permutation(_steps_of, from_steps, 1)
+_by_sender = _permutation(_senders_of, _senders_of, 2)
 
 
 def index(axes: Axes, gather: Axes = ()) -> jax.Array:
@@ -100,7 +110,3 @@ def index(axes: Axes, gather: Axes = ()) -> jax.Array:
             here = places // inner % group_size((axis,))
         found = found * group_size((axis,)) + here
     return found
-
-
-def group_size(axes: Axes) -> int:
-    return jax.lax.axis_size(axes) if axes else 1

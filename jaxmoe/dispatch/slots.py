@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..collectives import all_gather, all_to_all, reduce_scatter
+from ..collectives import all_gather, all_to_all, group_size, reduce_scatter
 from ..experts import ExpertWeights, experts
 from ..mesh import Roles
 from ..routing import Router
@@ -68,17 +68,13 @@ def soft(x_TD, mixing: Mixing, groups: Groups, w: ExpertWeights, activation: str
     (_, _, E, C), D = mixing.pack_GNEC.shape, x_TD.shape[1]
     x_GND = x_TD.reshape(groups.local, -1, D)
     slots_CEGD = jnp.einsum("gnec,gnd->cegd", mixing.pack_GNEC.astype(x_TD.dtype), x_GND)
-    padding = -C % _group_size(groups.axes)
+    padding = -C % group_size(groups.axes)
     slots_CEGD = reduce_scatter(jnp.pad(slots_CEGD, ((0, padding), (0, 0), (0, 0), (0, 0))), groups.axes)
     own = slots_CEGD.shape
     out_ECD = exchange(slots_CEGD.swapaxes(0, 1).reshape(E, -1, D), w, activation, roles)
     out_CEGD = all_gather(out_ECD.reshape(E, own[0], groups.local, D).swapaxes(0, 1), groups.axes)[:C]
     y_GND = jnp.einsum("gnec,cegd->gnd", mixing.unpack_GNEC.astype(out_CEGD.dtype), out_CEGD)
     return Moved(y_GND.reshape(x_TD.shape), 0 * jnp.isnan(x_TD[0, 0]).astype(jnp.int32))
-
-
-def _group_size(axes: Axes) -> int:
-    return jax.lax.axis_size(axes) if axes else 1
 
 
 def index(

@@ -60,9 +60,9 @@ class Block:
     groups: capacity groups of a device, 0 = one a sequence. by_token: no token is dropped, and none's experts depend on
     another token. fused: one All-to-All to all devices with a part of an expert, each of which gets every row of it,
     and one back whose partial outputs are summed where they arrive, instead of collectives over `expert` and over
-    `expert_shard` (layout "slots"). split: what a `model` group divides among its devices. "tokens": each gates its own,
-    and holds as many slots as these may fill. "slots": each gates all of the group's tokens and sends a part of every
-    expert's slots; what comes back is gathered, step by step behind the All-to-All, never coded (layout "slots").
+    `expert_shard` (layout "slots"). split: what a `model` group divides among its devices. "tokens": each gates its
+    own, and holds as many slots as these may fill. "slots": each gates all of the group's tokens and sends a part of
+    every expert's slots; what comes back is gathered, step by step behind the All-to-All, never coded (layout "slots").
     layers: of the stack; segment: layers that are planned together, and repeated.
     axes: mesh axis -> size. links: mesh axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params:
     of one layer.

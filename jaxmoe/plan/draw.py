@@ -15,6 +15,7 @@ COLOURS = {
     "pack": "#969696", "unpack": "#737373", "dispatch": "#31a354", "combine": "#a1d99b", "experts": "#e6550d",
     "experts_up": "#e6550d", "experts_down": "#fd8d3c", "shared_up": "#fdae6b", "shared_down": "#fdd0a2",
     "expert_gather": "#fec44f", "expert_reduce": "#d95f0e", "model_gather": "#ffe08a", "model_scatter": "#b8860b",
+    "token_gather": "#fff7bc", "combine_gather": "#fe9929", "combine_split": "#c7e9c0", "combine_join": "#74c476",
     "grad_reduce": "#756bb1", "param_gather": "#9e9ac8", "encode": "#f768a1", "decode": "#c51b8a",
 }
 OTHERS = ("#8dd3c7", "#bebada", "#80b1d3", "#fccde5", "#bc80bd", "#ccebc5")

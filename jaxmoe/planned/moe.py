@@ -52,7 +52,8 @@ class MoEVerbs:
 
     def table(self) -> dict[str, Verb]:
         return {
-            "token_gather": Verb(self.gather, self.gather_gradient), "route": Verb(self.route), "tally": Verb(self.tally), "losses": Verb(self.losses),
+            "token_gather": Verb(self.gather, self.gather_gradient),
+            "route": Verb(self.route), "tally": Verb(self.tally), "losses": Verb(self.losses),
             "statistics": Verb(self.statistics, self.statistics_gradient),
             "unpack": Verb(self.unpack, self.unpack_gradient),
             "shared_up": Verb(self.shared_up), "shared_down": Verb(self.shared_down),

@@ -18,8 +18,9 @@ that its tokens might fill, up to the group's C of an expert.
 
 S2 gates all of the group's tokens on each device, which sends C / n_MP of every expert's slots. In the paper each
 device has all tokens before the gate and after it; here they are gathered before it, and each device puts together its
-own alone (ours). So the stream between layers stays split, and is saved so, for one more gather of B L M a direction.
-The gate's product and norm are done n_MP times. A step's place in the group is that of its experts' devices (ours).
+own alone (ours). So the stream between layers stays split, and is saved so, for one more gather of B L M forward, which the
+backward pass repeats and transposes. The gate's product and norm are done n_MP times. A step of SAA goes to all devices
+that hold the same experts (ours), and is never coded.
 
 No value changes in either. S1 wins where it has no room to spare (nothing can be dropped), as it gathers less; S2 where
 a group's C is much less than what its devices would hold each. Both win where collectives inside a node are slow or

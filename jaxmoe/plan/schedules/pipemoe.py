@@ -22,8 +22,8 @@ BACKWARD = {"combine_gather:grad": 1, "combine:grad": 1, "expert_reduce:grad": 1
             "dispatch:grad": 2, "token_gather:grad": 3, "model_scatter:grad": 3, "model_gather:grad": 3,
             "grad_reduce": 4}
 # Input gradients of a chunk come before its weight gradients, which nothing waits for.
-EXPERTS = {"encode_combine:grad": -1, "combine_split:grad": -1, "experts_down:dx": 0, "experts_up:dx": 1, "decode_dispatch:grad": 1,
-           "experts_down:dw": 2, "experts_up:dw": 3}
+EXPERTS = {"encode_combine:grad": -1, "combine_split:grad": -1, "experts_down:dx": 0, "experts_up:dx": 1,
+           "decode_dispatch:grad": 1, "experts_down:dw": 2, "experts_up:dw": 3}
 OF_CHUNK = ("experts_up", "experts_down", "encode_combine", "combine_split", "decode_dispatch")
 
 # Coding has the places of ScheMoE's theorem: before all dispatches, around each chunk's experts, after all combines.
