@@ -2,9 +2,9 @@
 
     S1  links    D                  C           D, C over expert and expert_shard at once
         compute     E (partial)       sum U
-    S2  inter    D                  C1 C2 C3    C in steps (SAA): each one's slots are gathered over `model`
-        intra    D t                C0 m0 m1 m2 m3      while the next step flies; t: tokens are gathered first
-        compute     gate E (partial)               U
+    S2  inter           D           C1 C2 C3    C in steps (SAA): each one's slots are gathered over `model`
+        intra    t      D           C0 m0 m1 m2 m3      while the next step flies; t: tokens are gathered first
+        compute     gate   E (partial)            U
 
 A block of rows goes to all devices that hold a part of its expert, so that none gathers; their partial outputs come
 back and are summed where they arrive, so that none reduces (EP & ESP All-to-All). It sends as many times the bytes
@@ -18,9 +18,9 @@ that its tokens might fill, up to the group's C of an expert.
 
 S2 gates all of the group's tokens on each device, which sends C / n_MP of every expert's slots. In the paper each
 device has all tokens before the gate and after it; here they are gathered before it, and each device puts together its
-own alone (ours). So the stream between layers stays split, and is saved so, for one more gather of B L M forward, which the
-backward pass repeats and transposes. The gate's product and norm are done n_MP times. A step of SAA goes to all devices
-that hold the same experts (ours), and is never coded.
+own alone (ours). So the stream between layers stays split, and is saved so, for one more gather of B L M forward, which
+the backward pass repeats and transposes. The gate's product and norm are done n_MP times. A step of SAA goes to all
+devices that hold the same experts (ours), and is never coded.
 
 No value changes in either. S1 wins where it has no room to spare (nothing can be dropped), as it gathers less; S2 where
 a group's C is much less than what its devices would hold each. Both win where collectives inside a node are slow or
