@@ -134,6 +134,21 @@ def test_a_layers_promises_are_in_the_program_and_not_without_barriers():
 
 @needs_compiler
 @pytest.mark.slow
+def test_parms_steps_and_gathers_fly_beside_each_other():
+    """Eight H100s in two nodes: every promise holds, and of a chunk with work beside it every step is asynchronous."""
+    cluster = load_cluster("8x8-h100").model_copy(update={"nodes": 2, "gpus_per_node": 4})
+    mesh = AbstractMesh((2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    spec = Spec(2048, 8192, 8, mesh=mesh, roles=Roles(("node",), ("node",), ("gpu",), ("gpu",)), dtype=jnp.bfloat16)
+    block = moe_block(spec, 8, 4096, links={"node": "inter", "gpu": "intra"})
+    report = prove_layer(spec, 8, 4096, cluster, SCHEDULES["parm-s2"](block, cluster, Degrees(2, 2)))
+    assert report.holds and report.order_kept and report.promised > 4, report.text
+    steps = [r for r in report.rows if r["task"].startswith("combine.") and r["kind"] == "collective-permute"]
+    assert len(steps) == 2 * 2 * (3 + 4)   # passes, chunks, messages of both steps but the one to the device itself
+    assert all(r["is_async"] for r in steps if r["task"].startswith("combine.0.0."))
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_a_train_steps_promises_are_in_the_program_and_not_without_barriers():
     made = plan(config(), "8x8-h100")
     report = prove(config(), "8x8-h100", made)

@@ -32,14 +32,15 @@ NOT_WORK = {"get-tuple-element", "bitcast", "parameter", "constant", "tuple", "a
 def compile_options(plan: Plan | None) -> dict[str, Any]:
     """XLA's options that a plan needs on GPUs; `train` uses the same.
 
-    As many collectives in flight as there are links, and none merged with another: merged ones would not be where the
-    plan has them.
+    As many collectives in flight as there are links, a step's messages counted one by one, and none merged with
+    another: merged ones would not be where the plan has them.
     """
     if plan is None:
         return {}
     links = {s for p in (plan.graph.forward, plan.graph.backward) for t in p.tasks for s in t.streams} - {"compute"}
+    messages = plan.block.copies if plan.block.sharers > 1 else 1
     return {
-        "xla_gpu_experimental_parallel_collective_overlap_limit": max(len(links), 1),
+        "xla_gpu_experimental_parallel_collective_overlap_limit": max(len(links), 1) + messages - 1,
         "xla_gpu_enable_latency_hiding_scheduler": True,
         **{f"xla_gpu_{kind}_combine_threshold_bytes": COMBINE_BYTES
            for kind in ("all_reduce", "all_gather", "reduce_scatter")},
