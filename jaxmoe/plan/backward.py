@@ -61,6 +61,13 @@ PULLS: dict[str, tuple[Pull, ...]] = {
 @lru_cache(maxsize=256)
 def backward_pass(block: Block, moe: int, dense: int, saved: tuple[str, ...], slices: int) -> Pass:
     """Recomputation of what pulls need where it is not saved, pulls in reverse order, and reductions."""
+    above = reductions(block, slices).tasks if block.layers > block.segment else ()
+    return Pass((*own_tasks(block, moe, dense, saved), *above))
+
+
+@lru_cache(maxsize=256)
+def own_tasks(block: Block, moe: int, dense: int, saved: tuple[str, ...]) -> tuple[Task, ...]:
+    """The backward pass without reductions, which are of the segment above."""
     forward = forward_pass(block, moe, dense).tasks
     params = {p.name for p in block.params}
     is_param = lambda v: v.partition("@")[0] in params  # noqa: E731
@@ -81,8 +88,7 @@ def backward_pass(block: Block, moe: int, dense: int, saved: tuple[str, ...], sl
                 streams=("compute",) if pull.kind == "memory" else task.streams, direction=pull.direction,
                 of=task.name))
     again = _recomputed(forward, wanted, lambda v: family(v) in saved and not is_param(v))
-    above = reductions(block, slices).tasks if block.layers > block.segment else ()
-    return Pass((*again, *pulls, *above))
+    return (*again, *pulls)
 
 
 def _turned(kind: str) -> str:

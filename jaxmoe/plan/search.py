@@ -17,28 +17,81 @@ from dataclasses import dataclass, replace
 from .block import SAVED, Block
 from .cluster import AlphaBeta, Cluster, Link
 from .cost import durations
-from .orders import Order, improved
+from .memory import Memory, estimate
+from .orders import Order
 from .plan import Plan
 from .schedules import SCHEDULES, mast, sp_moe
-from .schedules.base import SLICES, Choice, Orders, Trials, all_degrees
-from .simulate import Timeline, simulate, slowdown
-from .tasks import STREAMS, Degrees, TaskGraph
+from .schedules.base import SLICES, Bench, Choice, Orders, Trials, all_degrees
+from .simulate import Slowdown, Timeline, simulate, slowdown
+from .tasks import STREAMS, Degrees
 
-FORWARD: tuple[Order, ...] = (*mast.FORWARD, *dict.fromkeys(o.forward for o in sp_moe.ORDERS))
-BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *dict.fromkeys(o.backward for o in sp_moe.ORDERS))
+FORWARD: tuple[Order, ...] = (*mast.FORWARD, *sp_moe.FORWARD)
+BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *sp_moe.BACKWARD)
 SEGMENTS = (1, 2)
-TRIED = 3        # orders of a pass that are simulated with contention
-FINISHED = 2     # combinations of which what flies beside what is tied
+FINISHED = 2     # combinations that are improved, and of which what flies beside what is tied
 FASTER = 2.0     # what `explain` tries
 
 
 @dataclass(frozen=True)
 class Found:
-    """timeline: the plan's. seconds: modelled, of the stack, by schedule; "auto" is the plan's."""
+    """timeline: the plan's. seconds: modelled, of the stack, by schedule; "auto" is the plan's. memory: an estimate."""
 
     plan: Plan
     timeline: Timeline
     seconds: Mapping[str, float]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A choice for a block (that of trials)."""
+
+    trials: Trials
+    choice: Choice
+
+    @property
+    def segments(self) -> int:
+        return self.trials.block.layers // self.trials.block.segment
+
+    @property
+    def layer_seconds(self) -> float:
+        """Of one layer in the middle of a stack, forward and backward, before what flies beside what is tied."""
+        return self.trials.seconds(self.choice) / self.trials.block.segment
+
+    @property
+    def seconds(self) -> float:
+        """About how long the stack takes: all segments and the last one's reductions, one after the other."""
+        tail = self.trials.graph(self.choice).tail
+        return self.layer_seconds * self.trials.block.layers + math.fsum(durations(tail, self.trials.cluster).values())
+
+    @property
+    def gap(self) -> float:
+        """Share of its tasks' bound that the layer takes longer."""
+        return self.trials.seconds(self.choice) / self.trials.bound(self.choice) - 1
+
+    def under(self, contention: Slowdown | None) -> Combination:
+        """The same choice, simulated so."""
+        return replace(self, trials=self.trials.under(contention))
+
+    def refined(self) -> Combination:
+        """With improved orders."""
+        return replace(self, choice=self.trials.refined(self.choice))
+
+    def plan(self) -> Plan:
+        graph, orders = self.trials.graph(self.choice), self.choice.orders
+        sure = Orders(self.trials.surest(graph.forward, dict.fromkeys((orders.forward, *FORWARD))),
+                      self.trials.surest(graph.backward, dict.fromkeys((orders.backward, *BACKWARD))))
+        return self.trials.plan("auto", replace(self.choice, orders=sure))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the planner may choose from. degrees: None = all. limit: bytes of a device, `outside` of them used."""
+
+    degrees: Degrees | None = None
+    slices: tuple[int, ...] = SLICES
+    limit: float = math.inf
+    outside: float = 0.0
 
 
 def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
@@ -48,36 +101,72 @@ def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices:
 
 
 def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-           saved: tuple[str, ...] = SAVED) -> Found:
-    """The fastest plan, and how long each schedule's own takes. Raises ValueError if the block can be cut like none."""
-    plans = _singles(block, cluster, degrees, slices, saved)
-    timed = [(simulate(p, cluster), p) for p in plans.values()]
-    seconds = {name: timeline.makespan for name, (timeline, _) in zip(plans, timed, strict=True)}
-    known = min(seconds.values(), default=math.inf)
-    counts = [slices] if slices else SLICES
-    combinations: list[Combination] = []
-    for cuts in variants(block):
-        given = [degrees] if degrees else all_degrees(cuts[0])
-        for cut in cuts:   # longer segments take the degrees of shorter ones
-            found = combined(Trials(cut, cluster, saved, slowdown(cluster)), given, counts, known)
-            if found is not None:
-                combinations.append(found)
-                known, given = min(known, found.seconds), [found.choice.degrees]
-    for found in sorted(combinations, key=lambda c: c.seconds)[:FINISHED]:
-        made = found.plan()
-        timed.append((simulate(made, cluster), made))
-    if not timed:
+           saved: tuple[str, ...] = SAVED, less: Sequence[tuple[str, ...]] = (), outside: float = 0.0) -> Found:
+    """The fastest plan that fits the cluster's devices, and how long each schedule's own takes.
+
+    less: what else may be saved for the backward pass, each less than the one before; tried where plans that are faster
+    do not fit. outside: parameters that a device stores outside of the stack. Raises ValueError if the block can be cut
+    like none, or if no plan fits.
+    """
+    space = Space(degrees, (slices,) if slices else SLICES, cluster.device.memory_bytes, outside)
+    found: list[tuple[Timeline, Plan, Memory]] = []
+    seconds: dict[str, float] = {}
+    for kept in (saved, *less):
+        made = _plans(block, Bench(cluster, kept), space)
+        seconds = seconds or {plan.schedule: timeline.makespan for timeline, plan, _ in made if plan.schedule != "auto"}
+        found += made
+        fastest = min(made, key=_makespan, default=None)
+        if fastest is not None and fastest[2].total <= space.limit:   # who saves less has more to do
+            break
+    if not found:
         raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
-    timeline, best = min(timed, key=lambda pair: pair[0].makespan)
-    return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan})
+    fitting = [f for f in found if f[2].total <= space.limit]
+    if not fitting:
+        raise ValueError(does_not_fit(min((m for *_, m in found), key=lambda m: m.total), cluster))
+    timeline, best, memory = min(fitting, key=_makespan)
+    return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan}, memory)
 
 
-def _singles(block: Block, cluster: Cluster, degrees, slices, saved) -> dict[str, Plan]:
-    found = {}
+def _makespan(found: tuple[Timeline, Plan, Memory]) -> float:
+    return found[0].makespan
+
+
+def _plans(block: Block, bench: Bench, space: Space) -> list[tuple[Timeline, Plan, Memory]]:
+    """Every schedule's own plan, and the best combinations of those that fit."""
+    alone = singles(block, bench, space)
+    plans = [SCHEDULES[name].plan(c.trials, c.choice) for name, c in alone.items()]
+    timed = [(simulate(p, bench.cluster), p, plan_memory(p, space.outside)) for p in plans]
+    known = min((t.makespan for t, _, m in timed if m.total <= space.limit), default=math.inf) / block.layers
+    for found in combinations(block, bench, slowdown(bench.cluster), space, known)[:FINISHED]:
+        made = found.refined().plan()
+        timed.append((simulate(made, bench.cluster), made, plan_memory(made, space.outside)))
+    return timed
+
+
+def singles(block: Block, bench: Bench, space: Space = Space()) -> dict[str, Combination]:
+    """What each schedule chooses by itself, for those that the block can be cut for."""
+    found, slices = {}, space.slices[0] if len(space.slices) == 1 else None
     for name, schedule in SCHEDULES.items():
         with contextlib.suppress(ValueError):   # not for this block
-            found[name] = schedule(block, cluster, degrees, slices=slices, saved=saved)
+            trials = bench.trials(schedule.cut(block))
+            choice = schedule.choose(trials, space.degrees, slices)
+            trials.graph(choice)
+            found[name] = Combination(trials, choice)
     return found
+
+
+def combinations(block: Block, bench: Bench, contention: Slowdown | None, space: Space = Space(),
+                 known: float = math.inf) -> list[Combination]:
+    """Of each way to cut the block the fastest choice, fastest first; none that takes longer than `known` a layer."""
+    found: list[Combination] = []
+    for cuts in variants(block):
+        given = [space.degrees] if space.degrees else all_degrees(cuts[0])
+        for cut in cuts:   # longer segments take the degrees of shorter ones
+            best = combined(bench.trials(cut, contention), given, space, known * cut.segment)
+            if best is not None:
+                found.append(best)
+                known, given = min(known, best.layer_seconds), [best.choice.degrees]
+    return sorted(found, key=lambda c: c.seconds)
 
 
 def variants(block: Block) -> Iterator[list[Block]]:
@@ -89,58 +178,50 @@ def variants(block: Block) -> Iterator[list[Block]]:
             yield [replace(block, chunk=chunk, fused=exchange, segment=s) for s in segments]
 
 
-@dataclass(frozen=True)
-class Combination:
-    """A choice for a block (that of trials), and about how long its stack takes."""
-
-    trials: Trials
-    choice: Choice
-
-    @property
-    def graph(self) -> TaskGraph:
-        return self.trials.graph(self.choice)
-
-    @property
-    def seconds(self) -> float:
-        """All segments and the last one's reductions, one after the other, before what flies beside what is tied."""
-        block = self.trials.block
-        tail = math.fsum(durations(self.graph.tail, self.trials.cluster).values())
-        return self.trials.seconds(self.choice) * (block.layers // block.segment) + tail
-
-    def plan(self) -> Plan:
-        """With improved orders where they pay."""
-        orders = self.choice.orders
-        sure = Orders(self.trials.surest(self.graph.forward, (*FORWARD, improved(orders.forward))),
-                      self.trials.surest(self.graph.backward, (*BACKWARD, improved(orders.backward))))
-        return self.trials.plan("auto", replace(self.choice, orders=sure))
-
-
-def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], known: float) -> Combination | None:
-    """The fastest choice; None if no stack takes less than `known` seconds without contention."""
-    best, count = None, trials.block.layers // trials.block.segment
-    for d in degrees:
-        choice = Choice(d, Orders(FORWARD[0], BACKWARD[0]), slices[0])
-        if not trials.fits(choice) or trials.bound(choice) * count >= known:
-            continue
-        choice = _ordered(trials, choice, known / count)
-        if choice is not None and (best is None or trials.seconds(choice) < trials.seconds(best)):
-            best = choice
-    if best is None:
+def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: float) -> Combination | None:
+    """The fastest choice that fits; None if no segment takes less than `known` seconds."""
+    if trials.least() >= known:
         return None
-    others = [_ordered(trials, replace(best, slices=n), trials.seconds(best)) for n in slices[1:]]
-    return Combination(trials, min([best, *(o for o in others if o is not None)], key=trials.seconds))
+    best = None
+    fit = [c for c in (Choice(d, Orders(FORWARD[0], BACKWARD[0]), space.slices[0]) for d in degrees) if trials.fits(c)]
+    for choice in sorted(fit, key=trials.bound):
+        if trials.bound(choice) >= known:
+            break
+        found = _ordered(trials, choice, space, known)
+        if found is not None:
+            best, known = found, trials.seconds(found)
+    for slices in space.slices[1:] if best is not None else ():
+        found = _ordered(trials, replace(best, slices=slices), space, known)
+        if found is not None:
+            best, known = found, trials.seconds(found)
+    return None if best is None else Combination(trials, best)
 
 
-def _ordered(trials: Trials, choice: Choice, known: float) -> Choice | None:
-    """With the fastest orders of those that are among the fastest without contention, if these take less than known."""
+def _ordered(trials: Trials, choice: Choice, space: Space, known: float) -> Choice | None:
+    """With its fastest orders of those that are among the fastest without contention; None if that takes `known`
+    seconds or more, or does not fit."""
     graph = trials.graph(choice)
-    ranked = [sorted(orders, key=lambda order, p=pass_: trials.alone(p, order))[:TRIED]
-              for pass_, orders in ((graph.forward, FORWARD), (graph.backward, BACKWARD))]
-    if trials.alone(graph.forward, ranked[0][0]) + trials.alone(graph.backward, ranked[1][0]) >= known:
-        return None
-    forward = min(ranked[0], key=lambda order: trials.pass_seconds(graph.forward, order))
-    backward = min(ranked[1], key=lambda order: trials.pass_seconds(graph.backward, order))
-    return replace(choice, orders=Orders(forward, backward))
+    forward, backward = trials.fastest_of(graph.forward, FORWARD), trials.fastest_of(graph.backward, BACKWARD)
+    found = replace(choice, orders=Orders(forward, backward))
+    fits = trials.seconds(found) < known and (
+        space.limit == math.inf or trials.memory(found, space.outside).total <= space.limit)
+    return found if fits else None
+
+
+def plan_memory(plan: Plan, outside: float = 0.0) -> Memory:
+    """What a plan takes on a device: an estimate."""
+    return estimate(plan.block, plan.graph, plan.forward, plan.backward, outside)
+
+
+def does_not_fit(memory: Memory, cluster: Cluster) -> str:
+    """What must change for a plan that takes so much, the least of all, to fit."""
+    largest = max(memory._asdict().items(), key=lambda item: item[1])[0]
+    change = {"saved": 'less saved (train.remat = "full") or a smaller train.batch a device',
+              "working": "more chunks (schedule.degrees) or a smaller train.batch a device"}.get(
+        largest, "parallel.fsdp over more devices, or more of them for parallel.expert")
+    return (f"device.memory_bytes of cluster {cluster.name!r} must hold a plan, got "
+            f"{cluster.device.memory_bytes / 1e9:.2f} GB, and the smallest found takes {memory} (estimated); mostly "
+            f"{largest}, so it needs {change}")
 
 
 def explain(plan: Plan, cluster: Cluster) -> str:

@@ -17,15 +17,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..block import SAVED, Block
-from ..cluster import Cluster
-from ..plan import Plan
-from ..tasks import Degrees
 from . import pipemoe
+from .base import Schedule, moe_degrees
 
 
-def plan_s1(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-            saved: tuple[str, ...] = SAVED) -> Plan:
-    """degrees: None = the fastest in simulation."""
-    made = pipemoe.plan(replace(block, fused=True), cluster, degrees, slices, saved)
-    return replace(made, schedule="parm-s1")
+SCHEDULE = Schedule("parm-s1", (pipemoe.ORDERS,), moe_degrees, cut=lambda block: replace(block, fused=True))
