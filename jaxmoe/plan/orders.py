@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -76,29 +75,27 @@ def list_order(pass_: Pass, durations: Mapping[str, float]) -> tuple[str, ...]:
     seconds = [durations[n] for n in names]
     rank = [(-chain, i) for i, chain in enumerate(_chains(pass_, seconds))]
     missing = [len(r) for r in wiring.reads]
-    ready = sorted(rank[i] for i, m in enumerate(missing) if not m)
+    ready: dict[tuple[int, ...], list[tuple[float, int]]] = {held: [] for held in wiring.streams}
+    for i, m in enumerate(missing):
+        if not m:
+            heapq.heappush(ready[wiring.streams[i]], rank[i])
     flying: list[tuple[float, int]] = []
-    free, now, order = [True] * len(STREAMS), 0.0, []
-    while ready or flying:
-        waiting = []
-        for key in ready:
-            held = wiring.streams[key[1]]
-            if all(free[s] for s in held):
-                for s in held:
-                    free[s] = False
-                order.append(key[1])
-                heapq.heappush(flying, (now + seconds[key[1]], key[1]))
-            else:
-                waiting.append(key)
-        ready = waiting
+    busy: set[int] = set()
+    now, order = 0.0, []
+    while len(order) < len(names) or flying:
+        while heads := [heap[0] for held, heap in ready.items() if heap and busy.isdisjoint(held)]:
+            i = min(heads)[1]
+            heapq.heappop(ready[wiring.streams[i]])
+            busy.update(wiring.streams[i])
+            order.append(i)
+            heapq.heappush(flying, (now + seconds[i], i))
         now, done = heapq.heappop(flying)
-        for s in wiring.streams[done]:
-            free[s] = True
+        busy.difference_update(wiring.streams[done])
         for later in wiring.readers[done]:
             missing[later] -= 1
             if not missing[later]:
-                insort(ready, rank[later])
-    return tuple(names[i] for i in order)
+                heapq.heappush(ready[wiring.streams[later]], rank[later])
+    return tuple([names[i] for i in order])
 
 
 def _chains(pass_: Pass, seconds: Sequence[float]) -> list[float]:

@@ -18,7 +18,7 @@ from .block import SAVED, Block
 from .cluster import AlphaBeta, Cluster, Link
 from .cost import durations
 from .memory import Memory, estimate
-from .orders import Order
+from .orders import Order, list_order
 from .plan import Plan
 from .schedules import SCHEDULES, mast, sp_moe
 from .schedules.base import SLICES, Bench, Choice, Orders, Trials, all_degrees
@@ -27,7 +27,9 @@ from .tasks import STREAMS, Degrees
 
 FORWARD: tuple[Order, ...] = (*mast.FORWARD, *sp_moe.FORWARD)
 BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *sp_moe.BACKWARD)
+PROBES = Orders(list_order, list_order)
 SEGMENTS = (1, 2)
+PROBED = 3       # choices for which all orders are tried
 FINISHED = 2     # combinations that are improved, and of which what flies beside what is tied
 FASTER = 2.0     # what `explain` tries
 
@@ -137,8 +139,8 @@ def _plans(block: Block, bench: Bench, space: Space) -> list[tuple[Timeline, Pla
     plans = [SCHEDULES[name].plan(c.trials, c.choice) for name, c in alone.items()]
     timed = [(simulate(p, bench.cluster), p, plan_memory(p, space.outside)) for p in plans]
     known = min((t.makespan for t, _, m in timed if m.total <= space.limit), default=math.inf) / block.layers
-    for found in combinations(block, bench, slowdown(bench.cluster), space, known)[:FINISHED]:
-        made = found.refined().plan()
+    for found in finished(block, bench, slowdown(bench.cluster), space, known):
+        made = found.plan()
         timed.append((simulate(made, bench.cluster), made, plan_memory(made, space.outside)))
     return timed
 
@@ -153,6 +155,11 @@ def singles(block: Block, bench: Bench, space: Space = Space()) -> dict[str, Com
             trials.graph(choice)
             found[name] = Combination(trials, choice)
     return found
+
+
+def finished(block: Block, bench: Bench, contention: Slowdown | None, space: Space, known: float) -> list[Combination]:
+    """The best combinations, with improved orders."""
+    return [c.refined() for c in combinations(block, bench, contention, space, known)[:FINISHED]]
 
 
 def combinations(block: Block, bench: Bench, contention: Slowdown | None, space: Space = Space(),
@@ -179,33 +186,37 @@ def variants(block: Block) -> Iterator[list[Block]]:
 
 
 def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: float) -> Combination | None:
-    """The fastest choice that fits; None if no segment takes less than `known` seconds."""
+    """The fastest choice that fits; None if no segment takes less than `known` seconds.
+
+    Degrees at the first number of slices, slices at these degrees, then degrees at that number.
+    """
     if trials.least() >= known:
         return None
-    best = None
-    fit = [c for c in (Choice(d, Orders(FORWARD[0], BACKWARD[0]), space.slices[0]) for d in degrees) if trials.fits(c)]
-    for choice in sorted(fit, key=trials.bound):
-        if trials.bound(choice) >= known:
-            break
-        found = _ordered(trials, choice, space, known)
-        if found is not None:
-            best, known = found, trials.seconds(found)
-    for slices in space.slices[1:] if best is not None else ():
-        found = _ordered(trials, replace(best, slices=slices), space, known)
-        if found is not None:
-            best, known = found, trials.seconds(found)
-    return None if best is None else Combination(trials, best)
+    start = Choice(Degrees(), PROBES, space.slices[0])
+    fit = [c for c in (replace(start, degrees=d) for d in degrees) if trials.fits(c)]
+    best = _fastest(trials, fit, space, None, known)
+    if best is not None and len(space.slices) > 1:
+        best = _fastest(trials, [replace(best, slices=n) for n in space.slices[1:]], space, best, known)
+        best = _fastest(trials, [replace(c, slices=best.slices) for c in fit], space, best, known)
+    return Combination(trials, best) if best is not None and trials.seconds(best) < known else None
 
 
-def _ordered(trials: Trials, choice: Choice, space: Space, known: float) -> Choice | None:
-    """With its fastest orders of those that are among the fastest without contention; None if that takes `known`
-    seconds or more, or does not fit."""
-    graph = trials.graph(choice)
-    forward, backward = trials.fastest_of(graph.forward, FORWARD), trials.fastest_of(graph.backward, BACKWARD)
-    found = replace(choice, orders=Orders(forward, backward))
-    fits = trials.seconds(found) < known and (
-        space.limit == math.inf or trials.memory(found, space.outside).total <= space.limit)
-    return found if fits else None
+def _fastest(trials: Trials, choices: Iterable[Choice], space: Space, best: Choice | None,
+             known: float) -> Choice | None:
+    """Of best and these choices, with their fastest orders, the fastest that fits and whose bound is below `known`.
+
+    All orders are tried for those only that are among the fastest in the orders of the choices.
+    """
+    limit = known if best is None else min(known, trials.seconds(best))
+    near = sorted([c for c in choices if trials.bound(c) < limit], key=trials.probe)
+    for choice in near[:PROBED]:
+        graph = trials.graph(choice)
+        orders = Orders(trials.fastest_of(graph.forward, FORWARD), trials.fastest_of(graph.backward, BACKWARD))
+        found = replace(choice, orders=orders)
+        if (best is None or trials.seconds(found) < trials.seconds(best)) and (
+                space.limit == math.inf or trials.memory(found, space.outside).total <= space.limit):
+            best = found
+    return best
 
 
 def plan_memory(plan: Plan, outside: float = 0.0) -> Memory:

@@ -60,18 +60,24 @@ def merged(pass_: Pass, key: Key) -> tuple[str, ...]:
     ranked = sorted(pass_.tasks, key=key)
     queues = {s: [t for t in ranked if s in t.streams] for s in STREAMS}
     heads, done, order, after = dict.fromkeys(STREAMS, 0), set(), [], pass_.after
+
+    def is_ready(task: Task) -> bool:
+        return done.issuperset(after[task.name])
+
+    def next_of(stream: str) -> Task | None:
+        """The stream's next task, if that is the next of all its streams and may start."""
+        queue, at = queues[stream], heads[stream]
+        if at == len(queue) or not is_ready(queue[at]):
+            return None
+        task = queue[at]
+        return task if len(task.streams) == 1 or all(queues[s][heads[s]] is task for s in task.streams) else None
+
     while len(order) < len(ranked):
-        for s in STREAMS:
-            at = heads[s]
-            task = queues[s][at] if at < len(queues[s]) else None
-            if task is not None and all(queues[o][heads[o]] is task for o in task.streams) and (
-                    done.issuperset(after[task.name])):
-                break
-        else:
-            task = _instead_of_coding(queues["compute"], heads["compute"], lambda t: done.issuperset(after[t.name]))
-            if task is None:
-                stuck = next(queues[s][heads[s]].name for s in STREAMS if heads[s] < len(queues[s]))
-                raise ValueError(f"the streams' orders wait for each other at task {stuck!r}")
+        task = next((t for s in STREAMS if (t := next_of(s))), None)
+        task = task or _instead_of_coding(queues["compute"], heads["compute"], is_ready)
+        if task is None:
+            stuck = next(queues[s][heads[s]].name for s in STREAMS if heads[s] < len(queues[s]))
+            raise ValueError(f"the streams' orders wait for each other at task {stuck!r}")
         order.append(task.name)
         done.add(task.name)
         for s in task.streams:
@@ -124,7 +130,6 @@ class Trials:
     orders: dict[tuple, Tried] = field(default_factory=dict)
     chosen: dict[tuple, Order] = field(default_factory=dict)
     descents: dict[Order, Order] = field(default_factory=dict)
-    ties: dict[tuple, Listed] = field(default_factory=dict)
 
     def under(self, contention: Slowdown | None) -> Trials:
         """The same passes, planned with this contention; what is known of them is shared."""
@@ -169,7 +174,10 @@ class Trials:
         if key not in self.orders:
             costs = self.of(pass_)
             listed = order(pass_, costs.seconds)
-            self.orders[key] = Tried(listed, costs.quick.makespan(listed))
+            same = id(pass_), listed   # other orders may come to the same list
+            if same not in self.orders:
+                self.orders[same] = Tried(listed, costs.quick.makespan(listed))
+            self.orders[key] = self.orders[same]
         return self.orders[key]
 
     def fastest_of(self, pass_: Pass, orders: tuple[Order, ...]) -> Order:
@@ -180,6 +188,11 @@ class Trials:
             tried = ranked[:1 if self.contention is None else TRIED]
             self.chosen[key] = min(tried, key=lambda order: self.pass_seconds(pass_, order))
         return self.chosen[key]
+
+    def probe(self, choice: Choice) -> float:
+        """Seconds of a segment without contention."""
+        graph = self.graph(choice)
+        return self.alone(graph.forward, choice.orders.forward) + self.alone(graph.backward, choice.orders.backward)
 
     def bound(self, choice: Choice) -> float:
         """Seconds of a segment that no order goes below."""
@@ -253,11 +266,8 @@ class Trials:
         """Issue order, and what flies beside what."""
         tied = self._tried(pass_, order).tied
         if self.contention not in tied:
-            listed = self.listed(pass_, order)
-            key = id(pass_), listed, self.contention   # other orders may come to the same list
-            if key not in self.ties:
-                self.ties[key] = pin(pass_, listed, self.of(pass_).seconds, contention=self.contention)[:2]
-            tied[self.contention] = self.ties[key]
+            listed, seconds = self.listed(pass_, order), self.of(pass_).seconds
+            tied[self.contention] = pin(pass_, listed, seconds, contention=self.contention)[:2]
         return tied[self.contention]
 
     def listed(self, pass_: Pass, order: Order) -> tuple[str, ...]:
