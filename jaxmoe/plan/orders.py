@@ -6,16 +6,18 @@ Search is list scheduling by longest path, then descent by moving single tasks (
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from .simulate import Prepared, issue_order, least_seconds
-from .tasks import STREAMS, Pass, Task
+from .tasks import STREAMS, Pass, Task, Wiring
 
 Order = Callable[[Pass, Mapping[str, float]], tuple[str, ...]]
-NO_GAP = 1e-3   # above the bound: no search
+NO_GAP = 1e-3     # above the bound: no search
+ROUNDING = 1e-12
 
 
 def fixed(order: Callable[[Pass], tuple[str, ...]]) -> Order:
@@ -73,7 +75,7 @@ def list_order(pass_: Pass, durations: Mapping[str, float]) -> tuple[str, ...]:
     """Whenever a stream is free it takes, of the tasks that may start, the one with the longest chain behind it."""
     wiring, names = pass_.wiring, list(pass_.by_name)
     seconds = [durations[n] for n in names]
-    rank = [(-chain, i) for i, chain in enumerate(_chains(pass_, seconds))]
+    rank = [(-chain, i) for i, chain in enumerate(chains(wiring, seconds))]
     missing = [len(r) for r in wiring.reads]
     ready: dict[tuple[int, ...], list[tuple[float, int]]] = {held: [] for held in wiring.streams}
     for i, m in enumerate(missing):
@@ -98,9 +100,9 @@ def list_order(pass_: Pass, durations: Mapping[str, float]) -> tuple[str, ...]:
     return tuple([names[i] for i in order])
 
 
-def _chains(pass_: Pass, seconds: Sequence[float]) -> list[float]:
-    """Seconds of the longest chain of tasks that starts with each."""
-    wiring, chain = pass_.wiring, [0.0] * len(seconds)
+def chains(wiring: Wiring, seconds: Sequence[float]) -> list[float]:
+    """For each task, seconds of the longest chain of tasks that starts with it."""
+    chain = [0.0] * len(seconds)
     for i in reversed(wiring.sorted):
         chain[i] += seconds[i]
         for j in wiring.reads[i]:
@@ -141,9 +143,14 @@ class Quick:
         index = self.wiring.index
         return self.of([index[n] for n in order])
 
-    def of(self, numbers: Sequence[int]) -> float:
-        """`makespan` of an order of the tasks' numbers."""
-        reads, streams, seconds = self.wiring.reads, self.wiring.streams, self.seconds
+    @cached_property
+    def chains(self) -> list[float]:
+        """For each task, seconds of the longest chain of tasks that starts with it."""
+        return chains(self.wiring, self.seconds)
+
+    def of(self, numbers: Sequence[int], most: float = math.inf) -> float:
+        """`makespan` of an order of the tasks' numbers; infinite as soon as it is known to be more than `most`."""
+        reads, streams, seconds, behind = self.wiring.reads, self.wiring.streams, self.seconds, self.chains
         end, free = [-1.0] * len(numbers), [0.0] * len(STREAMS)
         for i in numbers:
             start = 0.0
@@ -155,10 +162,23 @@ class Quick:
             for s in streams[i]:
                 if free[s] > start:
                     start = free[s]
+            if start + behind[i] > most * (1 + ROUNDING):
+                return math.inf
             end[i] = start = start + seconds[i]
             for s in streams[i]:
                 free[s] = start
         return max(end, default=0.0)
+
+    def by_start(self, numbers: Sequence[int]) -> list[int]:
+        """The same order of every stream, of tasks listed behind what they read from, by start times."""
+        start, end, free = self.seconds.copy(), self.seconds.copy(), [0.0] * len(STREAMS)
+        for i in numbers:
+            held = self.wiring.streams[i]
+            start[i] = max([*[end[j] for j in self.wiring.reads[i]], *[free[s] for s in held]])
+            end[i] = start[i] + self.seconds[i]
+            for s in held:
+                free[s] = end[i]
+        return sorted(numbers, key=start.__getitem__)
 
     def _searched(self, numbers: Sequence[int]) -> float:
         before: list[tuple[int, ...]] = [()] * len(numbers)
@@ -202,28 +222,33 @@ def descend(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], t
             seed: int = 0) -> tuple[str, ...]:
     """The order after `trials` random moves of one task before another of its stream, each kept unless it is slower.
 
-    The result is listed by start times. It ends early where no order can be faster.
+    Tasks are listed by start times, and none is moved before one that it reads from, or behind one that reads from it.
+    It ends early where no order can be faster.
     """
     pick, quick, wiring = random.Random(seed), Quick(pass_, durations), pass_.wiring
-    best = [wiring.index[n] for n in order]
+    timeline = Prepared(pass_, order).run(durations)
+    best = [wiring.index[n] for n in issue_order(timeline)]
     least, goal = quick.of(best), quick.bound * (1 + NO_GAP)
-    queues = [[i for i in best if s in wiring.streams[i]] for s in range(len(STREAMS))]
-    sharing = [[j for s in held for j in queues[s] if j != i] for i, held in enumerate(wiring.streams)]
-    for _ in range(trials if len(best) > 1 else 0):
+    place = {i: k for k, i in enumerate(best)}
+    for _ in range(trials):
         if least <= goal:
             break
         moved = pick.choice(best)
-        if not sharing[moved]:
+        first = max([place[j] for j in wiring.reads[moved]], default=-1) + 1
+        last = min([place[j] for j in wiring.readers[moved]], default=len(best))
+        held = wiring.streams[moved]
+        others = [i for i in best[first:last] if i != moved and (
+            wiring.streams[i] == held or not set(held).isdisjoint(wiring.streams[i]))]
+        if not others:
             continue
-        trial = [i for i in best if i != moved]
-        trial.insert(trial.index(pick.choice(sharing[moved])), moved)
-        try:
-            seconds = quick.of(trial)
-        except ValueError:
-            continue
+        trial = best.copy()
+        trial.remove(moved)
+        trial.insert(trial.index(pick.choice(others)), moved)
+        seconds = quick.of(trial, least)
         if seconds <= least:
-            best, least = trial, seconds
-    return issue_order(Prepared(pass_, [pass_.tasks[i].name for i in best]).run(durations))
+            best, least = quick.by_start(trial) if seconds < least else trial, seconds
+            place = {i: k for k, i in enumerate(best)}
+    return tuple([pass_.tasks[i].name for i in best])
 
 
 def improved(order: Order) -> Order:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .block import SAVED, Block
+from .block import SAVED, Block, less_saved
 from .cluster import AlphaBeta, Cluster, Link
 from .cost import durations
+from .graph import task_graph
 from .memory import Memory, estimate
 from .orders import Order, list_order
 from .plan import Plan
@@ -29,7 +30,7 @@ FORWARD: tuple[Order, ...] = (*mast.FORWARD, *sp_moe.FORWARD)
 BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *sp_moe.BACKWARD)
 PROBES = Orders(list_order, list_order)
 SEGMENTS = (1, 2)
-PROBED = 3       # choices for which all orders are tried
+PROBED = 2       # choices for which all orders are tried
 FINISHED = 2     # combinations that are improved, and of which what flies beside what is tied
 FASTER = 2.0     # what `explain` tries
 
@@ -103,30 +104,42 @@ def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices:
 
 
 def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-           saved: tuple[str, ...] = SAVED, less: Sequence[tuple[str, ...]] = (), outside: float = 0.0) -> Found:
+           saved: tuple[str, ...] = SAVED, outside: float = 0.0, memory_bytes: float | None = None) -> Found:
     """The fastest plan that fits the cluster's devices, and how long each schedule's own takes.
 
-    less: what else may be saved for the backward pass, each less than the one before; tried where plans that are faster
-    do not fit. outside: parameters that a device stores outside of the stack. Raises ValueError if the block can be cut
-    like none, or if no plan fits.
+    saved: what is kept for the backward pass, or less where that does not fit. outside: parameters that a device stores
+    outside of the stack. memory_bytes: of a device; None = as in the cluster's file. Raises ValueError if the block can
+    be cut like none, or if no plan fits.
     """
-    space = Space(degrees, (slices,) if slices else SLICES, cluster.device.memory_bytes, outside)
+    limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+    space = Space(degrees, (slices,) if slices else SLICES, limit, outside)
     found: list[tuple[Timeline, Plan, Memory]] = []
     seconds: dict[str, float] = {}
-    for kept in (saved, *less):
+    for kept in _worth_trying(block, [saved, *less_saved(saved)], space):
         made = _plans(block, Bench(cluster, kept), space)
         seconds = seconds or {plan.schedule: timeline.makespan for timeline, plan, _ in made if plan.schedule != "auto"}
         found += made
         fastest = min(made, key=_makespan, default=None)
-        if fastest is not None and fastest[2].total <= space.limit:   # who saves less has more to do
+        if fastest is None or fastest[2].total <= limit:   # who saves less has more to do
             break
     if not found:
         raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
-    fitting = [f for f in found if f[2].total <= space.limit]
+    fitting = [f for f in found if f[2].total <= limit]
     if not fitting:
-        raise ValueError(does_not_fit(min((m for *_, m in found), key=lambda m: m.total), cluster))
+        raise ValueError(does_not_fit(min((m for *_, m in found), key=lambda m: m.total), limit, cluster))
     timeline, best, memory = min(fitting, key=_makespan)
     return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan}, memory)
+
+
+def _worth_trying(block: Block, sets: list[tuple[str, ...]], space: Space) -> list[tuple[str, ...]]:
+    """Sets of families to save that fit if nothing else takes room; the last one in any case."""
+    def lasting(kept: tuple[str, ...]) -> float:
+        graph = task_graph(replace(block, chunk="slots"), Degrees(), kept, 1)
+        names = [tuple(p.by_name) for p in (graph.forward, graph.backward)]
+        memory = estimate(block, graph, names[0], names[1], space.outside)
+        return memory.total - memory.working
+
+    return [kept for kept in sets if kept == sets[-1] or lasting(kept) <= space.limit]
 
 
 def _makespan(found: tuple[Timeline, Plan, Memory]) -> float:
@@ -158,8 +171,9 @@ def singles(block: Block, bench: Bench, space: Space = Space()) -> dict[str, Com
 
 
 def finished(block: Block, bench: Bench, contention: Slowdown | None, space: Space, known: float) -> list[Combination]:
-    """The best combinations, with improved orders."""
-    return [c.refined() for c in combinations(block, bench, contention, space, known)[:FINISHED]]
+    """The best combinations with improved orders, found with contention and (as all is heuristic) without."""
+    return [c.refined().under(contention) for planned in dict.fromkeys((contention, None))
+            for c in combinations(block, bench, planned, space, known)[:FINISHED]]
 
 
 def combinations(block: Block, bench: Bench, contention: Slowdown | None, space: Space = Space(),
@@ -188,17 +202,28 @@ def variants(block: Block) -> Iterator[list[Block]]:
 def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: float) -> Combination | None:
     """The fastest choice that fits; None if no segment takes less than `known` seconds.
 
-    Degrees at the first number of slices, slices at these degrees, then degrees at that number.
+    Of degrees those first that are the same for all parts, or 1 for some; then those that differ from the best in one.
+    Slices at the best degrees, then degrees again at that number.
     """
     if trials.least() >= known:
         return None
     start = Choice(Degrees(), PROBES, space.slices[0])
     fit = [c for c in (replace(start, degrees=d) for d in degrees) if trials.fits(c)]
-    best = _fastest(trials, fit, space, None, known)
-    if best is not None and len(space.slices) > 1:
-        best = _fastest(trials, [replace(best, slices=n) for n in space.slices[1:]], space, best, known)
-        best = _fastest(trials, [replace(c, slices=best.slices) for c in fit], space, best, known)
+    plain = [c for c in fit if c.degrees.dense_forward in (1, c.degrees.moe_forward)] or fit
+    best = _fastest(trials, plain, space, None, known)
+    if best is not None:
+        best = _fastest(trials, _near(fit, best), space, best, known)
+        best = _fastest(trials, [replace(best, slices=n) for n in space.slices if n != best.slices], space, best, known)
+        if best.slices != start.slices:
+            best = _fastest(trials, _near(fit, best), space, best, known)
     return Combination(trials, best) if best is not None and trials.seconds(best) < known else None
+
+
+def _near(choices: Iterable[Choice], best: Choice) -> list[Choice]:
+    """At the best one's number of slices, those that differ in one degree: forward or backward, MoE or the rest."""
+    return [replace(c, slices=best.slices) for c in choices if c.degrees != best.degrees and (
+        c.degrees.moe_forward == best.degrees.moe_forward or c.degrees.dense_forward == best.degrees.dense_forward and
+        c.degrees.moe_backward == best.degrees.moe_backward)]
 
 
 def _fastest(trials: Trials, choices: Iterable[Choice], space: Space, best: Choice | None,
@@ -224,15 +249,14 @@ def plan_memory(plan: Plan, outside: float = 0.0) -> Memory:
     return estimate(plan.block, plan.graph, plan.forward, plan.backward, outside)
 
 
-def does_not_fit(memory: Memory, cluster: Cluster) -> str:
+def does_not_fit(memory: Memory, limit: float, cluster: Cluster) -> str:
     """What must change for a plan that takes so much, the least of all, to fit."""
     largest = max(memory._asdict().items(), key=lambda item: item[1])[0]
-    change = {"saved": 'less saved (train.remat = "full") or a smaller train.batch a device',
-              "working": "more chunks (schedule.degrees) or a smaller train.batch a device"}.get(
-        largest, "parallel.fsdp over more devices, or more of them for parallel.expert")
-    return (f"device.memory_bytes of cluster {cluster.name!r} must hold a plan, got "
-            f"{cluster.device.memory_bytes / 1e9:.2f} GB, and the smallest found takes {memory} (estimated); mostly "
-            f"{largest}, so it needs {change}")
+    change = {"saved": "a smaller train.batch, a larger train.accumulate",
+              "working": "more chunks (schedule.degrees), a smaller train.batch, a larger train.accumulate"}.get(
+        largest, "parallel.fsdp, more devices for parallel.expert")
+    return (f"device.memory_bytes of cluster {cluster.name!r} must hold a plan, got {limit / 1e9:.2f} GB, but the "
+            f"smallest one takes {memory} (estimated), most of it for {largest}: use {change}, or a larger device")
 
 
 def explain(plan: Plan, cluster: Cluster) -> str:

@@ -47,6 +47,14 @@ class Task:
     def is_collective(self) -> bool:
         return self.streams != ("compute",)
 
+    def sized(self, other: Task, scale: float) -> Task:
+        """The task with the size of another, and `scale` times its flops. (`dataclasses.replace`, five times as fast.)
+        """
+        found = object.__new__(Task)
+        found.__dict__.update(self.__dict__, flops=other.flops * scale, bytes=other.bytes, encoded=other.encoded,
+                              decoded=other.decoded)
+        return found
+
 
 def codec_of(task: Task) -> str | None:
     """Format that the task codes or decodes, as its kind says."""

@@ -10,7 +10,8 @@ planner's ladder, each step with all before it:
 - layout: any cut, two layers together, one All-to-All over all parts of experts.
 - slices: any number of slices of gradients.
 - contention: planned with contention in the model; it and the best single (blind) are simulated under it.
-- codec: the same with values of two bytes, on both sides, and tensors coded where that is faster. Rates are ours.
+- codec: the same with values of two bytes, on both sides, at the cut that is best with four, and tensors coded where
+  that is faster. Rates are ours.
 
 `planned_with_contention`: seconds under contention of the plan made without it over those of the plan made with it.
 """
@@ -31,7 +32,7 @@ from ..plan.block import CLASSES, Block, Param
 from ..plan.cluster import Cluster, Codec, load_cluster
 from ..plan.codec_policy import choose, codec_of
 from ..plan.schedules.base import Bench, all_degrees
-from ..plan.search import Combination, Space, combinations, combined, finished, singles
+from ..plan.search import Combination, Space, combined, finished, singles
 from ..plan.simulate import slowdown
 from . import fsmoe, mast, parm, sp_moe
 from .grid import Grid
@@ -39,6 +40,7 @@ from .testbeds import TESTBEDS, Testbed
 
 LAYERS = 4
 STEPS = ("order", "layout", "slices", "contention", "codec")
+OTHERS = ("mast", "sp-moe")
 ENCODE, DECODE = 1 / 3, 2 / 3     # of the memory's rate: as assumed of an H100 (ours)
 RATIO = 1.3                       # of x4s; x3p is not tried
 FEW = 64                          # cases for which no processes are started
@@ -122,12 +124,12 @@ def ladder(testbed: str, given: Block) -> dict[str, float]:
     for space in (same, Space()):
         plans.append(_fastest([plans[-1], *finished(given, bench, None, space, plans[-1].layer_seconds)]))
     found = {step: first.layer_seconds / p.layer_seconds for step, p in zip(STEPS, plans, strict=False)}
-    found |= {name: c.layer_seconds / plans[-1].layer_seconds for name, c in alone.items() if name in ("mast", "sp-moe")}
+    found |= {name: alone[name].layer_seconds / plans[-1].layer_seconds for name in OTHERS if name in alone}
     single, aware = under_contention(given, bench)
     blind = plans[-1].under(slow)
     found |= {"contention": single.layer_seconds / aware.layer_seconds,
               "planned with contention": blind.layer_seconds / aware.layer_seconds,
-              "gap": plans[-1].gap, "codec": coded_speedup(given, costs)}
+              "gap": plans[-1].gap, "codec": coded_speedup(given, aware.trials.block, costs)}
     return found
 
 
@@ -138,16 +140,17 @@ def under_contention(given: Block, bench: Bench) -> tuple[Combination, Combinati
     return single, _fastest([single, *finished(given, bench, slow, Space(), single.layer_seconds)])
 
 
-def coded_speedup(given: Block, costs: Cluster) -> float:
-    """Of the planner with two-byte values, coded at the cut that is best without, over the best single schedule."""
-    single, plain = under_contention(replace(given, bytes_per_value=2), Bench(costs))
-    block = plain.trials.block
-    coded = replace(block, codec=codec_of(choose(block, costs, dict.fromkeys(CLASSES, "auto"))))
-    if coded.codec:
-        trials, space = Bench(costs).trials(coded, slowdown(costs)), Space(slices=(plain.choice.slices,))
-        found = combined(trials, all_degrees(coded), space, plain.layer_seconds * coded.segment)
-        plain = _fastest([plain, *([found.refined()] if found else [])])
-    return single.layer_seconds / plain.layer_seconds
+def coded_speedup(given: Block, cut: Block, costs: Cluster) -> float:
+    """Of the planner at one cut of the block, with values of two bytes, over the best single schedule with such."""
+    slow, space = slowdown(costs), Space()
+    bench = Bench(costs)
+    single = _fastest([c.under(slow) for c in singles(replace(given, bytes_per_value=2), bench).values()])
+    best, plain = single, replace(cut, bytes_per_value=2)
+    coded = replace(plain, codec=codec_of(choose(plain, costs, dict.fromkeys(CLASSES, "auto"))))
+    for block in dict.fromkeys((plain, coded)):
+        found = combined(bench.trials(block, slow), all_degrees(block), space, best.layer_seconds * block.segment)
+        best = _fastest([best, *([found.refined()] if found else [])])
+    return single.layer_seconds / best.layer_seconds
 
 
 def _fastest(found: Iterable[Combination]) -> Combination:
@@ -166,7 +169,7 @@ def run(sample: int | None = None) -> Grid:
         columns = {k: np.array([r[k] for r in rows]) for k in rows[0]}
         count += len(cases)
         speedups |= {f"{key}, {step}: best single": columns[step] for step in STEPS}
-        speedups |= {f"{key}: {other}": columns[other] for other in ("mast", "sp-moe") if other in columns}
+        speedups |= {f"{key}: {other}": columns[other] for other in OTHERS if other in columns}
         facts["mean_gap_to_bound"][key] = float(np.mean(columns["gap"]))
         ratio = columns["planned with contention"]
         facts["planned_with_contention"][key] = {"mean": float(np.mean(ratio)), "min": float(np.min(ratio))}

@@ -20,5 +20,4 @@ from dataclasses import replace
 from . import pipemoe
 from .base import Schedule, moe_degrees
 
-
 SCHEDULE = Schedule("parm-s1", (pipemoe.ORDERS,), moe_degrees, cut=lambda block: replace(block, fused=True))
