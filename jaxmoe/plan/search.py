@@ -211,19 +211,21 @@ def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: fl
     fit = [c for c in (replace(start, degrees=d) for d in degrees) if trials.fits(c)]
     plain = [c for c in fit if c.degrees.dense_forward in (1, c.degrees.moe_forward)] or fit
     best = _fastest(trials, plain, space, None, known)
-    if best is not None:
-        best = _fastest(trials, _near(fit, best), space, best, known)
-        best = _fastest(trials, [replace(best, slices=n) for n in space.slices if n != best.slices], space, best, known)
-        if best.slices != start.slices:
-            best = _fastest(trials, _near(fit, best), space, best, known)
+    for others in (_other_degrees, _other_slices, _other_degrees):
+        if best is not None:
+            best = _fastest(trials, others(fit, best, space), space, best, known)
     return Combination(trials, best) if best is not None and trials.seconds(best) < known else None
 
 
-def _near(choices: Iterable[Choice], best: Choice) -> list[Choice]:
+def _other_degrees(fit: Iterable[Choice], best: Choice, space: Space) -> list[Choice]:
     """At the best one's number of slices, those that differ in one degree: forward or backward, MoE or the rest."""
-    return [replace(c, slices=best.slices) for c in choices if c.degrees != best.degrees and (
+    return [replace(c, slices=best.slices) for c in fit if c.degrees != best.degrees and (
         c.degrees.moe_forward == best.degrees.moe_forward or c.degrees.dense_forward == best.degrees.dense_forward and
         c.degrees.moe_backward == best.degrees.moe_backward)]
+
+
+def _other_slices(fit: Iterable[Choice], best: Choice, space: Space) -> list[Choice]:
+    return [replace(best, slices=n) for n in space.slices if n != best.slices]
 
 
 def _fastest(trials: Trials, choices: Iterable[Choice], space: Space, best: Choice | None,
