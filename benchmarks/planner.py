@@ -7,6 +7,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -15,9 +16,10 @@ import numpy as np
 
 from jaxmoe.cli.common import overrides
 from jaxmoe.config import load_config
+from jaxmoe.plan.block import Block
 from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.schedules.base import Bench
-from jaxmoe.plan.search import search
+from jaxmoe.plan.search import search, singles
 from jaxmoe.planning import block_of
 from jaxmoe.reproduce import auto
 from jaxmoe.reproduce.testbeds import TESTBEDS
@@ -48,11 +50,14 @@ def main(path: str, options: list[str], sample: int) -> None:
         for testbed in TESTBEDS:
             cases = auto.blocks(name, testbed)
             chosen = [cases[i] for i in np.random.default_rng(0).choice(len(cases), sample, replace=False)]
-            costs = auto.cluster(testbed.name)
-            row(f"{name} {testbed.name}, a layer",
-                [cpu_seconds(lambda c=case: auto.under_contention(c, Bench(costs))) for case in chosen])
-            row(f"{name} {testbed.name}, all steps", [cpu_seconds(lambda c=case: auto.ladder(testbed.name, c))
-                                                      for case in chosen])
+            for what, call in (("a layer", layer), ("all steps", auto.ladder)):
+                row(f"{name} {testbed.name}, {what}", [cpu_seconds(partial(call, testbed.name, c)) for c in chosen])
+
+
+def layer(testbed: str, given: Block) -> None:
+    """What one step of the ladder takes: all schedules and the planner, under contention."""
+    bench = Bench(auto.cluster(testbed))
+    auto.under_contention(given, bench, singles(given, bench).values())
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ def fastest_seconds(quick: Quick, most: float) -> float:
             best = min(best, last)
             return
         at = {i: max(t, *(free[s] for s in wiring.streams[i])) for i, t in start.items()}
-        left = [sum(seconds[i] for i in open_tasks(start, missing) if s in wiring.streams[i]) for s in range(len(free))]
-        if max(max(at[i] + behind[i] for i in at), *(f + w for f, w in zip(free, left, strict=True))) >= best * (1 - 1e-9):
+        todo = [i for i, m in enumerate(missing) if m or i in start]
+        busy = [f + sum(seconds[i] for i in todo if s in wiring.streams[i]) for s, f in enumerate(free)]
+        if max(*busy, *(at[i] + behind[i] for i in at)) >= best * (1 - 1e-9):
             return
         first = min(at, key=lambda i: at[i] + seconds[i])
         end = at[first] + seconds[first]
@@ -57,9 +58,6 @@ def fastest_seconds(quick: Quick, most: float) -> float:
                  max(last, ended))
             for j in wiring.readers[i]:
                 known[j].pop()
-
-    def open_tasks(start: dict[int, float], missing: list[int]) -> list[int]:
-        return [i for i, m in enumerate(missing) if m or i in start]
 
     known: list[list[float]] = [[] for _ in seconds]
     missing = [len(r) for r in wiring.reads]
@@ -81,10 +79,10 @@ def gap(given: Block) -> float:
     trials = Bench(H100).trials(given)
     found = combined(trials, [Degrees(2, 2)], Space(), float("inf"))
     assert found is not None
-    graph = trials.graph(found.choice)
-    least = sum(fastest_seconds(trials.of(p).quick, trials.pass_seconds(p, o) * (1 + 1e-6)) for p, o in (
-        (graph.forward, found.refined().choice.orders.forward), (graph.backward, found.refined().choice.orders.backward)))
-    return found.refined().layer_seconds / least - 1
+    found, graph = found.refined(), trials.graph(found.choice)
+    passes = (graph.forward, found.choice.orders.forward), (graph.backward, found.choice.orders.backward)
+    least = sum(fastest_seconds(trials.of(p).quick, trials.pass_seconds(p, order)) for p, order in passes)
+    return found.layer_seconds / least - 1
 
 
 def gaps(count: int) -> list[float]:

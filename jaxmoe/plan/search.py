@@ -31,6 +31,7 @@ BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *sp_moe.BACKWARD)
 PROBES = Orders(list_order, list_order)
 SEGMENTS = (1, 2)
 PROBED = 2       # choices for which all orders are tried
+PROMISING = 1.1  # times what is known: seconds in list order of those
 FINISHED = 2     # combinations that are improved, and of which what flies beside what is tied
 FASTER = 2.0     # what `explain` tries
 
@@ -203,11 +204,11 @@ def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: fl
     """The fastest choice that fits; None if no segment takes less than `known` seconds.
 
     Of degrees those first that are the same for all parts, or 1 for some; then those that differ from the best in one.
-    Slices at the best degrees, then degrees again at that number.
+    At a middle number of slices; then slices at the best degrees, and degrees again at that number.
     """
     if trials.least() >= known:
         return None
-    start = Choice(Degrees(), PROBES, space.slices[0])
+    start = Choice(Degrees(), PROBES, space.slices[len(space.slices) // 2])
     fit = [c for c in (replace(start, degrees=d) for d in degrees) if trials.fits(c)]
     plain = [c for c in fit if c.degrees.dense_forward in (1, c.degrees.moe_forward)] or fit
     best = _fastest(trials, plain, space, None, known)
@@ -235,8 +236,8 @@ def _fastest(trials: Trials, choices: Iterable[Choice], space: Space, best: Choi
     All orders are tried for those only that are among the fastest in the orders of the choices.
     """
     limit = known if best is None else min(known, trials.seconds(best))
-    near = sorted([c for c in choices if trials.bound(c) < limit], key=trials.probe)
-    for choice in near[:PROBED]:
+    near = [c for c in choices if trials.bound(c) < limit and trials.probe(c) < limit * PROMISING]
+    for choice in sorted(near, key=trials.probe)[:PROBED]:
         graph = trials.graph(choice)
         orders = Orders(trials.fastest_of(graph.forward, FORWARD), trials.fastest_of(graph.backward, BACKWARD))
         found = replace(choice, orders=orders)

@@ -125,7 +125,7 @@ def ladder(testbed: str, given: Block) -> dict[str, float]:
         plans.append(_fastest([plans[-1], *finished(given, bench, None, space, plans[-1].layer_seconds)]))
     found = {step: first.layer_seconds / p.layer_seconds for step, p in zip(STEPS, plans, strict=False)}
     found |= {name: alone[name].layer_seconds / plans[-1].layer_seconds for name in OTHERS if name in alone}
-    single, aware = under_contention(given, bench)
+    single, aware = under_contention(given, bench, alone.values())
     blind = plans[-1].under(slow)
     found |= {"contention": single.layer_seconds / aware.layer_seconds,
               "planned with contention": blind.layer_seconds / aware.layer_seconds,
@@ -133,10 +133,10 @@ def ladder(testbed: str, given: Block) -> dict[str, float]:
     return found
 
 
-def under_contention(given: Block, bench: Bench) -> tuple[Combination, Combination]:
+def under_contention(given: Block, bench: Bench, alone: Iterable[Combination]) -> tuple[Combination, Combination]:
     """The best single schedule and the planner's choice."""
     slow = slowdown(bench.cluster)
-    single = _fastest([c.under(slow) for c in singles(given, bench).values()])
+    single = _fastest([c.under(slow) for c in alone])
     return single, _fastest([single, *finished(given, bench, slow, Space(), single.layer_seconds)])
 
 
