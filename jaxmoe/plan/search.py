@@ -1,9 +1,9 @@
 """The planner behind "auto": the fastest plan in simulation of all that the schedules can be combined to (ours).
 
 What chunks are cut along, layers planned together, degrees, the order of each pass and slices of gradients are chosen
-together, with the cluster's contention in the model. A cut goes no further if its bound, or its best order without
+together, with the cluster's contention in the model. A cut goes no further if its bound, or its list order without
 contention, is above what is found already; of the rest, the best orders are simulated with contention. Every schedule's
-own plan competes, so that none is faster in simulation.
+own plan competes, so that none is faster in simulation. Plans that need more memory than a device has are not chosen.
 """
 
 from __future__ import annotations
@@ -82,10 +82,8 @@ class Combination:
         return replace(self, choice=self.trials.refined(self.choice))
 
     def plan(self) -> Plan:
-        graph, orders = self.trials.graph(self.choice), self.choice.orders
-        sure = Orders(self.trials.surest(graph.forward, dict.fromkeys((orders.forward, *FORWARD))),
-                      self.trials.surest(graph.backward, dict.fromkeys((orders.backward, *BACKWARD))))
-        return self.trials.plan("auto", replace(self.choice, orders=sure))
+        forward, backward = self.choice.orders.forward, self.choice.orders.backward
+        return self.trials.plan("auto", self.trials.sure(self.choice, (forward, *FORWARD), (backward, *BACKWARD)))
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,12 @@ class Trials:
             self.descents[order] = improved(order)
         return self.descents[order]
 
+    def sure(self, choice: Choice, forward: Iterable[Order], backward: Iterable[Order]) -> Choice:
+        """With the surest of these orders, see `surest`."""
+        graph = self.graph(choice)
+        return replace(choice, orders=Orders(self.surest(graph.forward, dict.fromkeys(forward)),
+                                             self.surest(graph.backward, dict.fromkeys(backward))))
+
     def surest(self, pass_: Pass, orders: Iterable[Order]) -> Order:
         """Of orders that are nearly the fastest, the one that loses least if XLA leaves untied collectives in line."""
         ranked = sorted(orders, key=lambda o: self.pass_seconds(pass_, o))
@@ -331,10 +337,8 @@ class Schedule:
 
     def plan(self, trials: Trials, choice: Choice) -> Plan:
         if self.refined:
-            graph, orders = trials.graph(choice), self.orders
-            choice = replace(choice, orders=Orders(
-                trials.surest(graph.forward, {choice.orders.forward: 0, **{o.forward: 0 for o in orders}}),
-                trials.surest(graph.backward, {choice.orders.backward: 0, **{o.backward: 0 for o in orders}})))
+            forward, backward = zip(*((o.forward, o.backward) for o in (choice.orders, *self.orders)), strict=True)
+            choice = trials.sure(choice, forward, backward)
         return trials.plan(self.name, choice, self.tied)
 
 
