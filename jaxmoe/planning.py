@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from .models.decoder import DecoderLM, spec_of
 from .plan import codec_policy
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, load_cluster
+from .plan.memory import Memory
 from .plan.passes import sm_aware
 from .plan.plan import Plan
-from .plan.search import PLANNERS, search
+from .plan.search import PLANNERS, Found, plan_memory, search
 from .plan.tasks import Degrees
 from .planned.decoder import decoder_block, stack_parameters
 
@@ -50,8 +53,33 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
 
 def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
     """The plan that cfg asks for, and the modelled seconds of every schedule that can run it, at its best degrees."""
-    found = search(coded(cfg, cluster), cluster, slices=cfg.schedule.slices, saved=KEPT[cfg.train.remat])
-    return plan(cfg, cluster), dict(found.seconds)
+    if cfg.schedule.kind == "auto" and cfg.schedule.plan is None and cfg.schedule.degrees is None:
+        found = _searched(coded(cfg, cluster), cluster, None, cfg)
+        return _finished(found.plan, cluster, cfg), dict(found.seconds)
+    return plan(cfg, cluster), dict(_searched(coded(cfg, cluster), cluster, None, cfg, math.inf).seconds)
+
+
+def memory_of(cfg: Any, made: Plan) -> Memory:
+    """What a plan of cfg takes on a device, what it stores outside of the stack included: an estimate."""
+    return plan_memory(made, _outside(cfg))
+
+
+def _searched(block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any,
+              memory_bytes: float | None = None) -> Found:
+    """Under the device's memory; what `train.remat` keeps, or less where that does not fit."""
+    return search(block, cluster, degrees, cfg.schedule.slices, KEPT[cfg.train.remat], _outside(cfg), memory_bytes)
+
+
+def _outside(cfg: Any) -> float:
+    """Parameters that one device stores outside of the stack."""
+    mesh = abstract_mesh(cfg)
+    found = 0.0
+    for path, variable in nnx.to_flat_state(nnx.state(_model(cfg, mesh), nnx.Param)):
+        if path[0] != "blocks":
+            parts = [p if isinstance(p, tuple) else (p,) for p in tuple(variable.get_metadata("spec", P()))]
+            split = prod(mesh.shape[a] for part in parts for a in part if a is not None)
+            found += prod(variable.get_value().shape) / split
+    return found
 
 
 def codec_choices(cfg: Any, cluster: Cluster) -> tuple[codec_policy.Choice, ...]:
@@ -72,7 +100,13 @@ def _degrees(cfg: Any) -> Degrees | None:
 
 
 def _made(kind: str, block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any) -> Plan:
+    if kind == "auto":
+        return _finished(_searched(block, cluster, degrees, cfg).plan, cluster, cfg)
     made = PLANNERS[kind](block, cluster, degrees, saved=KEPT[cfg.train.remat], slices=cfg.schedule.slices)
+    return _finished(made, cluster, cfg)
+
+
+def _finished(made: Plan, cluster: Cluster, cfg: Any) -> Plan:
     made = sm_aware(made, cluster) if cfg.schedule.sm_aware else made
     return made if cfg.schedule.barriers else replace(made, barriers=False)
 
@@ -105,8 +139,12 @@ def block_of(cfg: Any, cluster: Cluster) -> Block:
 
 def _layer_parameters(cfg: Any, mesh: AbstractMesh) -> tuple[dict[str, tuple[int, ...]], dict[str, P]]:
     """Shapes and shardings of one layer of the scanned stack, by the names that plans use."""
-    key: Any = jax.random.key(0)
-    model: Any = nnx.eval_shape(lambda: DecoderLM(cfg, mesh, rngs=nnx.Rngs(key)))  # type: ignore[arg-type]
-    found = stack_parameters(model.blocks[0])
+    found = stack_parameters(_model(cfg, mesh).blocks[0])
     shapes = {n: tuple(v.get_value().shape[1:]) for n, v in found.items()}
     return shapes, {n: P(*tuple(v.get_metadata("spec", P()))[1:]) for n, v in found.items()}
+
+
+def _model(cfg: Any, mesh: AbstractMesh) -> Any:
+    """The model as shapes."""
+    key: Any = jax.random.key(0)
+    return nnx.eval_shape(lambda: DecoderLM(cfg, mesh, rngs=nnx.Rngs(key)))  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from jaxmoe.reproduce.testbeds import TESTBEDS
 CLUSTERS = Path(__file__).parents[1] / "configs/clusters"
 
 
-IDS = [pytest.param(name, marks=pytest.mark.slow) if name == "mast" else name for name in NAMES]
+# The planner's grid takes minutes: see test_search.py.
+IDS = [pytest.param(name, marks=pytest.mark.slow) if name == "mast" else name for name in NAMES if name != "auto"]
 
 
 @pytest.fixture(scope="module")

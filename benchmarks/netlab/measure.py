@@ -34,12 +34,12 @@ from jaxmoe.measure.codec import bench_codec  # noqa: E402
 from jaxmoe.measure.modules import with_modules  # noqa: E402
 from jaxmoe.measure.profile import profile  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
-from jaxmoe.plan import codec_policy, search  # noqa: E402
+from jaxmoe.plan import codec_policy  # noqa: E402
 from jaxmoe.plan.block import CLASSES  # noqa: E402
 from jaxmoe.plan.cluster import AlphaBeta, Cluster, Codec, Link  # noqa: E402
 from jaxmoe.plan.cost import COLLECTIVES  # noqa: E402
 from jaxmoe.plan.plan import Plan  # noqa: E402
-from jaxmoe.plan.schedules import fsmoe, pipemoe, sequential, sp_moe  # noqa: E402
+from jaxmoe.plan.search import PLANNERS  # noqa: E402
 from jaxmoe.plan.simulate import simulate  # noqa: E402
 from jaxmoe.planning import block_of  # noqa: E402
 from jaxmoe.training.step import compiled_step, init_state  # noqa: E402
@@ -121,7 +121,7 @@ def fitted(mesh, repeats: int) -> tuple[Cluster, float]:
     for kind in ("off", *FORMATS[1:]):
         coded = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
         cluster, _ = with_modules(coded, cluster, repeats)
-    plan = sequential.plan(block_of(cfg, cluster), cluster)
+    plan = PLANNERS["sequential"](block_of(cfg, cluster), cluster)
     seconds = median(interleaved({"": stepper(cfg, mesh, plan)}, repeats)[""])
     rest = multihost_utils.broadcast_one_to_all(np.float32(seconds - simulate(plan, cluster).makespan))
     return cluster, max(float(rest), 0.0)
@@ -131,12 +131,11 @@ def plans_of(cfg, cluster: Cluster) -> dict[str, Plan]:
     """Uncoded plans of several schedules, and the planner's with each class of tensors coded where that pays."""
     block = block_of(cfg, cluster)
     formats = codec_policy.codec_of(codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, "auto")))
-    found = {"sequential": sequential.plan(block, cluster), "pipemoe": pipemoe.plan(block, cluster),
-             "fsmoe": fsmoe.plan(block, cluster),
-             "sp-moe": sp_moe.plan(replace(block, chunk="sequence"), cluster), "auto": search.plan(block, cluster)}
-    coded = replace(block, codec=formats)
-    for name, plan in (("sequential", sequential.plan(coded, cluster)), ("auto", search.plan(coded, cluster))):
-        found[f"{name}, {', '.join(f'{tensors} {fmt}' for tensors, fmt in formats) or 'nothing'} coded"] = plan
+    found = {name: PLANNERS[name](block, cluster) for name in ("sequential", "pipemoe", "fsmoe", "auto")}
+    found["sp-moe"] = PLANNERS["sp-moe"](replace(block, chunk="sequence"), cluster)
+    what = ", ".join(f"{tensors} {fmt}" for tensors, fmt in formats) or "nothing"
+    for name in ("sequential", "auto"):
+        found[f"{name}, {what} coded"] = PLANNERS[name](replace(block, codec=formats), cluster)
     return found
 
 

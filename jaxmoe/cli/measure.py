@@ -109,15 +109,18 @@ def profile(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="fsmoe, parm, mast, sp-moe, sm-aware or zipccl.")],
+    name: Annotated[str, typer.Argument(help="fsmoe, parm, mast, sp-moe, sm-aware, zipccl, or auto: the "
+                                            "planner on these papers' grids.")],
     plot: Annotated[Path | None, typer.Option(help="PNG of the distributions of speedups.")] = None,
+    sample: Annotated[int | None, typer.Option(help="Cases of each grid, of auto; by default all.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate the grid of a paper, or its labelled stand-in, with published constants. All figures are modelled."""
     from ..reproduce import as_text
     from ..reproduce import reproduce as run
 
-    found = run(name, plot)
+    pin_cpu_without_gpu()
+    found = run(name, plot, sample)
     print(json.dumps(found) if as_json else as_text(found))
 
 

@@ -29,13 +29,13 @@ def plan(
 
     cfg = load_config(config, overrides(context.args))
     pin_cpu_without_gpu()
-    from ..planning import codec_choices, compare
+    from ..planning import codec_choices, compare, memory_of
 
     costs = _cluster(cfg, cluster)
     chosen, others = compare(cfg, costs)
     if out is not None:
         out.write_text(chosen.to_json())
-    _show(chosen, costs, others, timeline, trace, as_json, codec_choices(cfg, costs))
+    _show(chosen, costs, others, timeline, trace, as_json, memory_of(cfg, chosen), codec_choices(cfg, costs))
 
 
 @app.command()
@@ -47,8 +47,10 @@ def simulate(
     """Simulate a saved plan on a cluster. Times are modelled."""
     from ..plan.cluster import load_cluster
     from ..plan.plan import Plan
+    from ..plan.search import plan_memory
 
-    _show(Plan.from_json(_read(plan)), load_cluster(cluster), {}, timeline, trace, as_json)
+    found = Plan.from_json(_read(plan))
+    _show(found, load_cluster(cluster), {}, timeline, trace, as_json, plan_memory(found))
 
 
 @app.command(context_settings=FREE)
@@ -88,7 +90,7 @@ def _read(path: Path) -> str:
 
 
 def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, trace: Path | None,
-          as_json: bool, choices: tuple[Any, ...] = ()) -> None:
+          as_json: bool, memory: Any, choices: tuple[Any, ...] = ()) -> None:
     from ..plan import draw
     from ..plan.search import explain
     from ..plan.simulate import simulate as run
@@ -102,6 +104,7 @@ def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, t
         "schedule": plan.schedule, "degrees": dataclasses.asdict(plan.degrees), "cluster": cluster.name,
         "predicted_seconds": whole.makespan, "layer_seconds": whole.makespan / plan.block.layers,
         "bound_seconds": whole.bound_seconds, "exposed_communication_seconds": whole.exposed_seconds,
+        "memory_bytes": memory._asdict() | {"total": memory.total, "device": cluster.device.memory_bytes},
         "alternatives": others, "codec": dict(plan.block.codec),
         "codec_choices": [dataclasses.asdict(choice) for choice in choices],
     }
@@ -112,6 +115,9 @@ def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, t
     print(f"{plan.schedule}, degrees {found['degrees']}: the stack of {plan.block.layers} layers takes "
           f"{whole.makespan * 1e3:.2f} ms forward and backward (modelled; bound {whole.bound_seconds * 1e3:.2f} ms, "
           f"exposed communication {whole.exposed_seconds * 1e3:.2f} ms)")
+    over = "" if memory.total <= cluster.device.memory_bytes else ", which is too much"
+    print(f"memory of a device, estimated: {memory} of {cluster.device.memory_bytes / 1e9:.2f} GB{over}; saved for the "
+          f"backward pass: {', '.join(plan.saved)}")
     print(explain(plan, cluster))
     for choice in choices:
         times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in choice.seconds.items())

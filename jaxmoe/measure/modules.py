@@ -24,7 +24,7 @@ from ..plan.cluster import Cluster, Module
 from ..plan.cost import amount, module_of
 from ..plan.execute import watched
 from ..plan.plan import Plan
-from ..plan.schedules import pipemoe
+from ..plan.schedules import SCHEDULES
 from ..plan.tasks import Degrees, Task
 from ..planning import coded
 from ..training.step import compiled_step, init_state
@@ -45,7 +45,7 @@ def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5) -> tuple[Cluster,
     block = coded(cfg, cluster)
     times: dict[str, dict[float, list[float]]] = {}
     for degrees in _fitting(block):
-        plan = pipemoe.plan(block, cluster, degrees, slices=degrees.moe_forward)
+        plan = SCHEDULES["pipemoe"](block, cluster, degrees, slices=degrees.moe_forward)
         for (module, n), seconds in task_seconds(cfg, mesh, plan, repeats, frozenset(cluster.modules)).items():
             times.setdefault(module, {}).setdefault(n, []).append(seconds)
     fits = [fitted(module, {n: float(np.median(t)) for n, t in by_amount.items()})

@@ -63,8 +63,23 @@ PULLS: dict[str, tuple[Pull, ...]] = {
 @lru_cache(maxsize=256)
 def backward_pass(block: Block, moe: int, dense: int, saved: tuple[str, ...], slices: int) -> Pass:
     """Recomputation of what pulls need where it is not saved, pulls in reverse order, and reductions."""
-    forward = forward_pass(block, moe, dense).tasks
-    params = {p.name for p in block.params}
+    above = reductions(block, slices).tasks if block.layers > block.segment else ()
+    return Pass((*own_tasks(block, moe, dense, saved), *above))
+
+
+@lru_cache(maxsize=256)
+def own_tasks(block: Block, moe: int, dense: int, saved: tuple[str, ...]) -> tuple[Task, ...]:
+    """The backward pass without reductions, which are of the segment above."""
+    forward = forward_pass(block, moe, dense)
+    params, memo = frozenset(p.name for p in block.params), forward.wiring.memo
+    key = own_tasks, params, saved
+    if key not in memo:
+        memo[key] = _drawn(forward.tasks, params, saved)
+    return tuple([task.sized(forward.by_name[task.of], scale) for task, scale in memo[key]])
+
+
+def _drawn(forward: Sequence[Task], params: frozenset[str], saved: tuple[str, ...]) -> list[tuple[Task, float]]:
+    """Backward tasks, and the flops of each over those of the task that it pulls or repeats."""
     is_param = lambda v: v.partition("@")[0] in params  # noqa: E731
     select = lambda reads, what: tuple(  # noqa: E731
         v for v in reads if _matches(v, is_param(v), what))
@@ -76,15 +91,13 @@ def backward_pass(block: Block, moe: int, dense: int, saved: tuple[str, ...], sl
                 continue
             wanted |= set(needs)
             cotangents = tuple(f"d:{v}" for v in task.writes if family(v) not in INTEGERS)
-            pulls.append(dataclasses.replace(
+            pulls.append((dataclasses.replace(
                 task, name=f"{task.name}:{pull.suffix}", reads=(*cotangents, *needs),
                 writes=(*(f"d:{v}" for v in wants), *_counted_back(task)), kind=pull.kind or _turned(task.kind),
-                flops=task.flops * pull.scale,
                 streams=("compute",) if pull.kind == "memory" else task.streams, direction=pull.direction,
-                of=task.name))
+                of=task.name), pull.scale))
     again = _recomputed(forward, wanted, lambda v: family(v) in saved and not is_param(v))
-    above = reductions(block, slices).tasks if block.layers > block.segment else ()
-    return Pass((*again, *pulls, *above))
+    return [*((task, 1.0) for task in again), *pulls]
 
 
 def _turned(kind: str) -> str:

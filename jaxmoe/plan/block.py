@@ -21,6 +21,20 @@ CODED_GROUPS = ("attention", "experts", "shared")
 # What is kept by default: with these, the backward pass repeats no matrix product but attention's scores.
 SAVED = ("x", "q", "k", "v", "o", "h", "weights", "scores", "logits", "choice", "sizes", "rows", "hidden", "back",
          "shared_hidden", "n", "sums")
+# What is kept less, step by step, where memory does not hold it all (ours): cheap to repeat first.
+DROPPED = (("o", "n"), ("q", "k", "v", "h"), ("hidden", "shared_hidden"), ("rows",),
+           tuple(f for f in SAVED if f != "x"))
+
+
+def less_saved(saved: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Sets of families to save, each a part of the one before; the last one holds no more than "x"."""
+    found, gone = [], set()
+    for families in DROPPED:
+        gone |= set(families)
+        kept = tuple(f for f in saved if f not in gone)
+        if kept != (found[-1] if found else saved):
+            found.append(kept)
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,6 +168,12 @@ class Block:
     def sharers(self) -> int:
         """Devices of a `model` group that divide every expert's slots among them."""
         return self.size(self.role("model")) if self.split == "slots" else 1
+
+    @property
+    def sent_rows(self) -> int:
+        """Rows of all experts that a device sends, before copies."""
+        rows = self.rows if self.sharers == 1 else ceil(self.group_rows / self.sharers)
+        return rows * (self.num_experts if self.layout == "slots" else self.size(self.role("expert")))
 
     @property
     def turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -137,10 +137,7 @@ class _Builder:
 
     def _slots(self) -> float:
         """Rows that a device sends in one chunk."""
-        b = self.b
-        filled = b.rows if b.sharers == 1 else ceil(b.group_rows / b.sharers)
-        all_rows = filled * (b.num_experts if b.layout == "slots" else b.size(b.role("expert")))
-        return all_rows / self.parts / self.chunks
+        return self.b.sent_rows / self.parts / self.chunks
 
     def _experts(self, j: int, i: int, sizes: list[str]) -> None:
         b, at = self.b, f".{j}.{i}"

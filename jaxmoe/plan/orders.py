@@ -6,13 +6,31 @@ Search is list scheduling by longest path, then descent by moving single tasks (
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from .simulate import Prepared, issue_order, least_seconds
-from .tasks import STREAMS, Pass, Task
+from .tasks import STREAMS, Pass, Task, Wiring
 
 Order = Callable[[Pass, Mapping[str, float]], tuple[str, ...]]
+NO_GAP = 1e-3     # above the bound: no search
+ROUNDING = 1e-12
+
+
+def fixed(order: Callable[[Pass], tuple[str, ...]]) -> Order:
+    """An order that no size changes: found once for all passes that are wired alike."""
+    return lambda pass_, seconds: remembered(pass_, order, lambda: order(pass_))
+
+
+def remembered(pass_: Pass, key: Any, order: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    """The order that `key` stands for, for all passes that are wired alike."""
+    memo = pass_.wiring.memo
+    if key not in memo:
+        memo[key] = order()
+    return memo[key]
 
 
 def behind(attention: Sequence[list[str]], experts: Sequence[list[str]], lag: int) -> list[str]:
@@ -55,91 +73,120 @@ def fed(pass_: Pass, rows: Iterable[str], eager: Callable[[Task], bool]) -> tupl
 
 def list_order(pass_: Pass, durations: Mapping[str, float]) -> tuple[str, ...]:
     """Whenever a stream is free it takes, of the tasks that may start, the one with the longest chain behind it."""
-    names = list(pass_.by_name)
-    after: dict[str, list[str]] = {n: [] for n in names}
-    missing = {n: len(pass_.after[n]) for n in names}
-    for name in names:
-        for earlier in pass_.after[name]:
-            after[earlier].append(name)
-    chain = longest_chains(pass_, durations)
-    ready = sorted(((-chain[n], i, n) for i, n in enumerate(names) if not missing[n]))
-    flying: list[tuple[float, int, str]] = []
-    free, now, order = set(STREAMS), 0.0, []
-    place = {n: i for i, n in enumerate(names)}
-    while ready or flying:
-        waiting = []
-        while ready:
-            key = heapq.heappop(ready)
-            streams = set(pass_.by_name[key[2]].streams)
-            if streams <= free:
-                free -= streams
-                order.append(key[2])
-                heapq.heappush(flying, (now + durations[key[2]], place[key[2]], key[2]))
-            else:
-                waiting.append(key)
-        ready = waiting
-        heapq.heapify(ready)
-        now, _, name = heapq.heappop(flying)
-        free |= set(pass_.by_name[name].streams)
-        for later in after[name]:
+    wiring, names = pass_.wiring, list(pass_.by_name)
+    seconds = [durations[n] for n in names]
+    rank = [(-chain, i) for i, chain in enumerate(chains(wiring, seconds))]
+    missing = [len(r) for r in wiring.reads]
+    ready: dict[tuple[int, ...], list[tuple[float, int]]] = {held: [] for held in wiring.streams}
+    for i, m in enumerate(missing):
+        if not m:
+            heapq.heappush(ready[wiring.streams[i]], rank[i])
+    flying: list[tuple[float, int]] = []
+    busy: set[int] = set()
+    now, order = 0.0, []
+    while len(order) < len(names) or flying:
+        while heads := [heap[0] for held, heap in ready.items() if heap and busy.isdisjoint(held)]:
+            i = min(heads)[1]
+            heapq.heappop(ready[wiring.streams[i]])
+            busy.update(wiring.streams[i])
+            order.append(i)
+            heapq.heappush(flying, (now + seconds[i], i))
+        now, done = heapq.heappop(flying)
+        busy.difference_update(wiring.streams[done])
+        for later in wiring.readers[done]:
             missing[later] -= 1
             if not missing[later]:
-                heapq.heappush(ready, (-chain[later], place[later], later))
-    return tuple(order)
+                heapq.heappush(ready[wiring.streams[later]], rank[later])
+    return tuple([names[i] for i in order])
 
 
-def longest_chains(pass_: Pass, durations: Mapping[str, float]) -> dict[str, float]:
-    """Task -> seconds of the longest chain of tasks that starts with it."""
-    chain = dict.fromkeys(pass_.by_name, 0.0)
-    for name in reversed(topological(pass_)):
-        chain[name] += durations[name]
-        for earlier in pass_.after[name]:
-            chain[earlier] = max(chain[earlier], chain[name])
+def chains(wiring: Wiring, seconds: Sequence[float]) -> list[float]:
+    """For each task, seconds of the longest chain of tasks that starts with it."""
+    chain = [0.0] * len(seconds)
+    for i in reversed(wiring.sorted):
+        chain[i] += seconds[i]
+        for j in wiring.reads[i]:
+            if chain[i] > chain[j]:
+                chain[j] = chain[i]
     return chain
 
 
 def topological(pass_: Pass) -> list[str]:
     """Names of tasks, each after those that it reads from."""
-    order: list[str] = []
-    seen: set[str] = set()
-    stack = [(n, False) for n in reversed(list(pass_.by_name))]
-    while stack:
-        name, done = stack.pop()
-        if done:
-            order.append(name)
-        elif name not in seen:
-            seen.add(name)
-            stack.append((name, True))
-            stack += [(d, False) for d in pass_.after[name] if d not in seen]
-    return order
+    return [pass_.tasks[i].name for i in pass_.wiring.sorted]
 
 
 class Quick:
     """Makespans of many orders of one pass, without spans and contention: as `Prepared`, some ten times as fast."""
 
     def __init__(self, pass_: Pass, durations: Mapping[str, float]):
-        self.pass_ = pass_
-        self.index = {n: i for i, n in enumerate(pass_.by_name)}
-        self.seconds = [durations[n] for n in pass_.by_name]
-        self.reads = [tuple(self.index[d] for d in pass_.after[n]) for n in pass_.by_name]
-        self.streams = [tuple(STREAMS.index(s) for s in t.streams) for t in pass_.tasks]
+        self.wiring = pass_.wiring
+        self.seconds = [durations[t.name] for t in pass_.tasks]
 
+    @cached_property
     def bound(self) -> float:
         """Seconds that no order goes below."""
-        order = [self.index[n] for n in topological(self.pass_)]
-        place = {i: k for k, i in enumerate(order)}
-        reads = [[place[j] for j in self.reads[i]] for i in order]
-        return least_seconds(reads, [self.streams[i] for i in order], [self.seconds[i] for i in order])
+        wiring = self.wiring
+        return least_seconds(wiring.reads, wiring.streams, self.seconds, wiring.sorted)
+
+    @cached_property
+    def busiest(self) -> float:
+        """Seconds of the stream with most work."""
+        total = [0.0] * len(STREAMS)
+        for held, seconds in zip(self.wiring.streams, self.seconds, strict=True):
+            for s in held:
+                total[s] += seconds
+        return max(total)
 
     def makespan(self, order: Iterable[str]) -> float:
         """Raises ValueError if the streams' orders wait for each other."""
-        numbers = [self.index[n] for n in order]
+        index = self.wiring.index
+        return self.of([index[n] for n in order])
+
+    @cached_property
+    def chains(self) -> list[float]:
+        """For each task, seconds of the longest chain of tasks that starts with it."""
+        return chains(self.wiring, self.seconds)
+
+    def of(self, numbers: Sequence[int], most: float = math.inf) -> float:
+        """`makespan` of an order of the tasks' numbers; infinite as soon as it is known to be more than `most`."""
+        reads, streams, seconds, behind = self.wiring.reads, self.wiring.streams, self.seconds, self.chains
+        end, free = [-1.0] * len(numbers), [0.0] * len(STREAMS)
+        for i in numbers:
+            start = 0.0
+            for j in reads[i]:
+                if end[j] > start:
+                    start = end[j]
+                elif end[j] < 0:   # it is listed before one that it reads from
+                    return self._searched(numbers)
+            for s in streams[i]:
+                if free[s] > start:
+                    start = free[s]
+            if start + behind[i] > most * (1 + ROUNDING):
+                return math.inf
+            end[i] = start = start + seconds[i]
+            for s in streams[i]:
+                free[s] = start
+        return max(end, default=0.0)
+
+    def by_start(self, numbers: Sequence[int]) -> list[int]:
+        """The same order of every stream, of tasks listed behind what they read from, by start times."""
+        start, end, free = self.seconds.copy(), self.seconds.copy(), [0.0] * len(STREAMS)
+        for i in numbers:
+            held = self.wiring.streams[i]
+            start[i] = max([*[end[j] for j in self.wiring.reads[i]], *[free[s] for s in held]])
+            end[i] = start[i] + self.seconds[i]
+            for s in held:
+                free[s] = end[i]
+        return sorted(numbers, key=start.__getitem__)
+
+    def _searched(self, numbers: Sequence[int]) -> float:
         before: list[tuple[int, ...]] = [()] * len(numbers)
         last = [-1] * len(STREAMS)
         for i in numbers:
-            queued = [last[s] for s in self.streams[i] if last[s] >= 0]
-            before[i] = (*self.reads[i], *queued)
-            for s in self.streams[i]:
+            queued = [last[s] for s in self.wiring.streams[i] if last[s] >= 0]
+            before[i] = (*self.wiring.reads[i], *queued)
+            for s in self.wiring.streams[i]:
                 last[s] = i
         end = [-1.0] * len(numbers)
         for i in numbers:
@@ -175,25 +222,33 @@ def descend(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], t
             seed: int = 0) -> tuple[str, ...]:
     """The order after `trials` random moves of one task before another of its stream, each kept unless it is slower.
 
-    The result is listed by start times.
+    Tasks are listed by start times, and none is moved before one that it reads from, or behind one that reads from it.
+    It ends early where no order can be faster.
     """
-    pick, quick = random.Random(seed), Quick(pass_, durations)
-    best, least = list(order), quick.makespan(order)
-    sharing = {n: [o for o in order if o != n and set(pass_.by_name[o].streams) & set(pass_.by_name[n].streams)]
-               for n in order}
-    for _ in range(trials if len(best) > 1 else 0):
-        name = pick.choice(best)
-        if not sharing[name]:
+    pick, quick, wiring = random.Random(seed), Quick(pass_, durations), pass_.wiring
+    timeline = Prepared(pass_, order).run(durations)
+    best = [wiring.index[n] for n in issue_order(timeline)]
+    least, goal = quick.of(best), quick.bound * (1 + NO_GAP)
+    place = {i: k for k, i in enumerate(best)}
+    for _ in range(trials):
+        if least <= goal:
+            break
+        moved = pick.choice(best)
+        first = max([place[j] for j in wiring.reads[moved]], default=-1) + 1
+        last = min([place[j] for j in wiring.readers[moved]], default=len(best))
+        held = wiring.streams[moved]
+        others = [i for i in best[first:last] if i != moved and (
+            wiring.streams[i] == held or not set(held).isdisjoint(wiring.streams[i]))]
+        if not others:
             continue
-        trial = [n for n in best if n != name]
-        trial.insert(trial.index(pick.choice(sharing[name])), name)
-        try:
-            seconds = quick.makespan(trial)
-        except ValueError:
-            continue
+        trial = best.copy()
+        trial.remove(moved)
+        trial.insert(trial.index(pick.choice(others)), moved)
+        seconds = quick.of(trial, least)
         if seconds <= least:
-            best, least = trial, seconds
-    return issue_order(Prepared(pass_, best).run(durations))
+            best, least = quick.by_start(trial) if seconds < least else trial, seconds
+            place = {i: k for k, i in enumerate(best)}
+    return tuple([pass_.tasks[i].name for i in best])
 
 
 def improved(order: Order) -> Order:

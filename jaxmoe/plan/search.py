@@ -1,9 +1,9 @@
 """The planner behind "auto": the fastest plan in simulation of all that the schedules can be combined to (ours).
 
 What chunks are cut along, layers planned together, degrees, the order of each pass and slices of gradients are chosen
-together, with the cluster's contention in the model. A cut goes no further if its bound, or its best order without
+together, with the cluster's contention in the model. A cut goes no further if its bound, or its list order without
 contention, is above what is found already; of the rest, the best orders are simulated with contention. Every schedule's
-own plan competes, so that none is faster in simulation.
+own plan competes, so that none is faster in simulation. Plans that need more memory than a device has are not chosen.
 """
 
 from __future__ import annotations
@@ -11,34 +11,89 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .block import SAVED, Block
+from .block import SAVED, Block, less_saved
 from .cluster import AlphaBeta, Cluster, Link
 from .cost import durations
-from .orders import Order, improved
+from .graph import task_graph
+from .memory import Memory, estimate
+from .orders import Order, list_order
 from .plan import Plan
 from .schedules import SCHEDULES, mast, sp_moe
-from .schedules.base import SLICES, Choice, Orders, Trials, all_degrees
-from .simulate import Timeline, simulate, slowdown
-from .tasks import STREAMS, Degrees, TaskGraph
+from .schedules.base import SLICES, Bench, Choice, Orders, Trials, all_degrees
+from .simulate import Slowdown, Timeline, simulate, slowdown
+from .tasks import STREAMS, Degrees
 
-FORWARD: tuple[Order, ...] = (*mast.FORWARD, *dict.fromkeys(o.forward for o in sp_moe.ORDERS))
-BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *dict.fromkeys(o.backward for o in sp_moe.ORDERS))
+FORWARD: tuple[Order, ...] = (*mast.FORWARD, *sp_moe.FORWARD)
+BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *sp_moe.BACKWARD)
+PROBES = Orders(list_order, list_order)
 SEGMENTS = (1, 2)
-TRIED = 3        # orders of a pass that are simulated with contention
-FINISHED = 2     # combinations of which what flies beside what is tied
+PROBED = 2       # choices for which all orders are tried
+PROMISING = 1.1  # times what is known: seconds in list order of those
+FINISHED = 2     # combinations that are improved, and of which what flies beside what is tied
 FASTER = 2.0     # what `explain` tries
 
 
 @dataclass(frozen=True)
 class Found:
-    """timeline: the plan's. seconds: modelled, of the stack, by schedule; "auto" is the plan's."""
+    """timeline: the plan's. seconds: modelled, of the stack, by schedule; "auto" is the plan's. memory: an estimate."""
 
     plan: Plan
     timeline: Timeline
     seconds: Mapping[str, float]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A choice for a block (that of trials)."""
+
+    trials: Trials
+    choice: Choice
+
+    @property
+    def segments(self) -> int:
+        return self.trials.block.layers // self.trials.block.segment
+
+    @property
+    def layer_seconds(self) -> float:
+        """Of one layer in the middle of a stack, forward and backward, before what flies beside what is tied."""
+        return self.trials.seconds(self.choice) / self.trials.block.segment
+
+    @property
+    def seconds(self) -> float:
+        """About how long the stack takes: all segments and the last one's reductions, one after the other."""
+        tail = self.trials.graph(self.choice).tail
+        return self.layer_seconds * self.trials.block.layers + math.fsum(durations(tail, self.trials.cluster).values())
+
+    @property
+    def gap(self) -> float:
+        """Share of its tasks' bound that the layer takes longer."""
+        return self.trials.seconds(self.choice) / self.trials.bound(self.choice) - 1
+
+    def under(self, contention: Slowdown | None) -> Combination:
+        """The same choice, simulated so."""
+        return replace(self, trials=self.trials.under(contention))
+
+    def refined(self) -> Combination:
+        """With improved orders."""
+        return replace(self, choice=self.trials.refined(self.choice))
+
+    def plan(self) -> Plan:
+        forward, backward = self.choice.orders.forward, self.choice.orders.backward
+        return self.trials.plan("auto", self.trials.sure(self.choice, (forward, *FORWARD), (backward, *BACKWARD)))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the planner may choose from. degrees: None = all. limit: bytes of a device, `outside` of them used."""
+
+    degrees: Degrees | None = None
+    slices: tuple[int, ...] = SLICES
+    limit: float = math.inf
+    outside: float = 0.0
 
 
 def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
@@ -48,36 +103,90 @@ def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices:
 
 
 def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-           saved: tuple[str, ...] = SAVED) -> Found:
-    """The fastest plan, and how long each schedule's own takes. Raises ValueError if the block can be cut like none."""
-    plans = _singles(block, cluster, degrees, slices, saved)
-    timed = [(simulate(p, cluster), p) for p in plans.values()]
-    seconds = {name: timeline.makespan for name, (timeline, _) in zip(plans, timed, strict=True)}
-    known = min(seconds.values(), default=math.inf)
-    counts = [slices] if slices else SLICES
-    combinations: list[Combination] = []
-    for cuts in variants(block):
-        given = [degrees] if degrees else all_degrees(cuts[0])
-        for cut in cuts:   # longer segments take the degrees of shorter ones
-            found = combined(Trials(cut, cluster, saved, slowdown(cluster)), given, counts, known)
-            if found is not None:
-                combinations.append(found)
-                known, given = min(known, found.seconds), [found.choice.degrees]
-    for found in sorted(combinations, key=lambda c: c.seconds)[:FINISHED]:
-        made = found.plan()
-        timed.append((simulate(made, cluster), made))
-    if not timed:
+           saved: tuple[str, ...] = SAVED, outside: float = 0.0, memory_bytes: float | None = None) -> Found:
+    """The fastest plan that fits the cluster's devices, and how long each schedule's own takes.
+
+    saved: what is kept for the backward pass, or less where that does not fit. outside: parameters that a device stores
+    outside of the stack. memory_bytes: of a device; None = as in the cluster's file. Raises ValueError if the block can
+    be cut like none, or if no plan fits.
+    """
+    limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+    space = Space(degrees, (slices,) if slices else SLICES, limit, outside)
+    found: list[tuple[Timeline, Plan, Memory]] = []
+    seconds: dict[str, float] = {}
+    for kept in _worth_trying(block, [saved, *less_saved(saved)], space):
+        made = _plans(block, Bench(cluster, kept), space)
+        seconds = seconds or {plan.schedule: timeline.makespan for timeline, plan, _ in made if plan.schedule != "auto"}
+        found += made
+        fastest = min(made, key=_makespan, default=None)
+        if fastest is None or fastest[2].total <= limit:   # who saves less has more to do
+            break
+    if not found:
         raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
-    timeline, best = min(timed, key=lambda pair: pair[0].makespan)
-    return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan})
+    fitting = [f for f in found if f[2].total <= limit]
+    if not fitting:
+        raise ValueError(does_not_fit(min((m for *_, m in found), key=lambda m: m.total), limit, cluster))
+    timeline, best, memory = min(fitting, key=_makespan)
+    return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan}, memory)
 
 
-def _singles(block: Block, cluster: Cluster, degrees, slices, saved) -> dict[str, Plan]:
-    found = {}
+def _worth_trying(block: Block, sets: list[tuple[str, ...]], space: Space) -> list[tuple[str, ...]]:
+    """Sets of families to save that fit if nothing else takes room; the last one in any case."""
+    def lasting(kept: tuple[str, ...]) -> float:
+        graph = task_graph(replace(block, chunk="slots"), Degrees(), kept, 1)
+        names = [tuple(p.by_name) for p in (graph.forward, graph.backward)]
+        memory = estimate(block, graph, names[0], names[1], space.outside)
+        return memory.total - memory.working
+
+    return [kept for kept in sets if kept == sets[-1] or lasting(kept) <= space.limit]
+
+
+def _makespan(found: tuple[Timeline, Plan, Memory]) -> float:
+    return found[0].makespan
+
+
+def _plans(block: Block, bench: Bench, space: Space) -> list[tuple[Timeline, Plan, Memory]]:
+    """Every schedule's own plan, and the best combinations of those that fit."""
+    alone = singles(block, bench, space)
+    plans = [SCHEDULES[name].plan(c.trials, c.choice) for name, c in alone.items()]
+    timed = [(simulate(p, bench.cluster), p, plan_memory(p, space.outside)) for p in plans]
+    known = min((t.makespan for t, _, m in timed if m.total <= space.limit), default=math.inf) / block.layers
+    for found in finished(block, bench, slowdown(bench.cluster), space, known):
+        made = found.plan()
+        timed.append((simulate(made, bench.cluster), made, plan_memory(made, space.outside)))
+    return timed
+
+
+def singles(block: Block, bench: Bench, space: Space = Space()) -> dict[str, Combination]:
+    """What each schedule chooses by itself, for those that the block can be cut for."""
+    found, slices = {}, space.slices[0] if len(space.slices) == 1 else None
     for name, schedule in SCHEDULES.items():
         with contextlib.suppress(ValueError):   # not for this block
-            found[name] = schedule(block, cluster, degrees, slices=slices, saved=saved)
+            trials = bench.trials(schedule.cut(block))
+            choice = schedule.choose(trials, space.degrees, slices)
+            trials.graph(choice)
+            found[name] = Combination(trials, choice)
     return found
+
+
+def finished(block: Block, bench: Bench, contention: Slowdown | None, space: Space, known: float) -> list[Combination]:
+    """The best combinations with improved orders, found with contention and (as all is heuristic) without."""
+    return [c.refined().under(contention) for planned in dict.fromkeys((contention, None))
+            for c in combinations(block, bench, planned, space, known)[:FINISHED]]
+
+
+def combinations(block: Block, bench: Bench, contention: Slowdown | None, space: Space = Space(),
+                 known: float = math.inf) -> list[Combination]:
+    """Of each way to cut the block the fastest choice, fastest first; none that takes longer than `known` a layer."""
+    found: list[Combination] = []
+    for cuts in variants(block):
+        given = [space.degrees] if space.degrees else all_degrees(cuts[0])
+        for cut in cuts:   # longer segments take the degrees of shorter ones
+            best = combined(bench.trials(cut, contention), given, space, known * cut.segment)
+            if best is not None:
+                found.append(best)
+                known, given = min(known, best.layer_seconds), [best.choice.degrees]
+    return sorted(found, key=lambda c: c.seconds)
 
 
 def variants(block: Block) -> Iterator[list[Block]]:
@@ -90,58 +199,66 @@ def variants(block: Block) -> Iterator[list[Block]]:
             yield [replace(block, chunk=chunk, fused=exchange, split=split, segment=s) for s in segments]
 
 
-@dataclass(frozen=True)
-class Combination:
-    """A choice for a block (that of trials), and about how long its stack takes."""
+def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: float) -> Combination | None:
+    """The fastest choice that fits; None if no segment takes less than `known` seconds.
 
-    trials: Trials
-    choice: Choice
-
-    @property
-    def graph(self) -> TaskGraph:
-        return self.trials.graph(self.choice)
-
-    @property
-    def seconds(self) -> float:
-        """All segments and the last one's reductions, one after the other, before what flies beside what is tied."""
-        block = self.trials.block
-        tail = math.fsum(durations(self.graph.tail, self.trials.cluster).values())
-        return self.trials.seconds(self.choice) * (block.layers // block.segment) + tail
-
-    def plan(self) -> Plan:
-        """With improved orders where they pay."""
-        orders = self.choice.orders
-        sure = Orders(self.trials.surest(self.graph.forward, (*FORWARD, improved(orders.forward))),
-                      self.trials.surest(self.graph.backward, (*BACKWARD, improved(orders.backward))))
-        return self.trials.plan("auto", replace(self.choice, orders=sure))
-
-
-def combined(trials: Trials, degrees: Iterable[Degrees], slices: Sequence[int], known: float) -> Combination | None:
-    """The fastest choice; None if no stack takes less than `known` seconds without contention."""
-    best, count = None, trials.block.layers // trials.block.segment
-    for d in degrees:
-        choice = Choice(d, Orders(FORWARD[0], BACKWARD[0]), slices[0])
-        if not trials.fits(choice) or trials.bound(choice) * count >= known:
-            continue
-        choice = _ordered(trials, choice, known / count)
-        if choice is not None and (best is None or trials.seconds(choice) < trials.seconds(best)):
-            best = choice
-    if best is None:
+    Of degrees those first that are the same for all parts, or 1 for some; then those that differ from the best in one.
+    At a middle number of slices; then slices at the best degrees, and degrees again at that number.
+    """
+    if trials.least() >= known:
         return None
-    others = [_ordered(trials, replace(best, slices=n), trials.seconds(best)) for n in slices[1:]]
-    return Combination(trials, min([best, *(o for o in others if o is not None)], key=trials.seconds))
+    start = Choice(Degrees(), PROBES, space.slices[len(space.slices) // 2])
+    fit = [c for c in (replace(start, degrees=d) for d in degrees) if trials.fits(c)]
+    plain = [c for c in fit if c.degrees.dense_forward in (1, c.degrees.moe_forward)] or fit
+    best = _fastest(trials, plain, space, None, known)
+    for others in (_other_degrees, _other_slices, _other_degrees):
+        if best is not None:
+            best = _fastest(trials, others(fit, best, space), space, best, known)
+    return Combination(trials, best) if best is not None and trials.seconds(best) < known else None
 
 
-def _ordered(trials: Trials, choice: Choice, known: float) -> Choice | None:
-    """With the fastest orders of those that are among the fastest without contention, if these take less than known."""
-    graph = trials.graph(choice)
-    ranked = [sorted(orders, key=lambda order, p=pass_: trials.alone(p, order))[:TRIED]
-              for pass_, orders in ((graph.forward, FORWARD), (graph.backward, BACKWARD))]
-    if trials.alone(graph.forward, ranked[0][0]) + trials.alone(graph.backward, ranked[1][0]) >= known:
-        return None
-    forward = min(ranked[0], key=lambda order: trials.pass_seconds(graph.forward, order))
-    backward = min(ranked[1], key=lambda order: trials.pass_seconds(graph.backward, order))
-    return replace(choice, orders=Orders(forward, backward))
+def _other_degrees(fit: Iterable[Choice], best: Choice, space: Space) -> list[Choice]:
+    """At the best one's number of slices, those that differ in one degree: forward or backward, MoE or the rest."""
+    return [replace(c, slices=best.slices) for c in fit if c.degrees != best.degrees and (
+        c.degrees.moe_forward == best.degrees.moe_forward or c.degrees.dense_forward == best.degrees.dense_forward and
+        c.degrees.moe_backward == best.degrees.moe_backward)]
+
+
+def _other_slices(fit: Iterable[Choice], best: Choice, space: Space) -> list[Choice]:
+    return [replace(best, slices=n) for n in space.slices if n != best.slices]
+
+
+def _fastest(trials: Trials, choices: Iterable[Choice], space: Space, best: Choice | None,
+             known: float) -> Choice | None:
+    """Of best and these choices, with their fastest orders, the fastest that fits and whose bound is below `known`.
+
+    All orders are tried for those only that are among the fastest in the orders of the choices.
+    """
+    limit = known if best is None else min(known, trials.seconds(best))
+    near = [c for c in choices if trials.bound(c) < limit and trials.probe(c) < limit * PROMISING]
+    for choice in sorted(near, key=trials.probe)[:PROBED]:
+        graph = trials.graph(choice)
+        orders = Orders(trials.fastest_of(graph.forward, FORWARD), trials.fastest_of(graph.backward, BACKWARD))
+        found = replace(choice, orders=orders)
+        if (best is None or trials.seconds(found) < trials.seconds(best)) and (
+                space.limit == math.inf or trials.memory(found, space.outside).total <= space.limit):
+            best = found
+    return best
+
+
+def plan_memory(plan: Plan, outside: float = 0.0) -> Memory:
+    """What a plan takes on a device: an estimate."""
+    return estimate(plan.block, plan.graph, plan.forward, plan.backward, outside)
+
+
+def does_not_fit(memory: Memory, limit: float, cluster: Cluster) -> str:
+    """What must change for a plan that takes so much, the least of all, to fit."""
+    largest = max(memory._asdict().items(), key=lambda item: item[1])[0]
+    change = {"saved": "a smaller train.batch, a larger train.accumulate",
+              "working": "more chunks (schedule.degrees), a smaller train.batch, a larger train.accumulate"}.get(
+        largest, "parallel.fsdp, more devices for parallel.expert")
+    return (f"device.memory_bytes of cluster {cluster.name!r} must hold a plan, got {limit / 1e9:.2f} GB, but the "
+            f"smallest one takes {memory} (estimated), most of it for {largest}: use {change}, or a larger device")
 
 
 def explain(plan: Plan, cluster: Cluster) -> str:

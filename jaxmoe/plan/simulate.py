@@ -14,9 +14,11 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ from .tasks import STREAMS, Pass, Span, Task
 
 COMPUTE, INTRA, INTER = 1, 2, 4
 WORTH = 0.05   # of a collective's time: compute tasks shorter than this are not planned beside it
+_START = attrgetter("start")
 BITS: dict[str, int] = {"compute": COMPUTE, "intra": INTRA, "inter": INTER}
 
 
@@ -129,23 +132,41 @@ class Prepared:
     """
 
     def __init__(self, pass_: Pass, order: Sequence[str], spans: Iterable[Span] = ()):
-        index = {name: i for i, name in enumerate(order)}
-        self.tasks = tuple(pass_.by_name[name] for name in order)
-        self.reads = [tuple(index[d] for d in pass_.after[name]) for name in order]
-        before = [set(r) for r in self.reads]
-        last: dict[str, int] = {}
-        for i, task in enumerate(self.tasks):
-            for stream in task.streams:
-                if stream in last:
-                    before[i].add(last[stream])
-                last[stream] = i
-        spans = tuple(spans)
-        _tie(before, [(index[s.task], index[s.first], index[s.last]) for s in spans])
-        self.before = tuple(tuple(b) for b in before)
-        self.sweep = self._sweep(spans)
+        wiring = pass_.wiring
+        listed = [wiring.index[name] for name in order]
+        place = {i: k for k, i in enumerate(listed)}
+        self.tasks = tuple(pass_.tasks[i] for i in listed)
+        self.reads = [tuple([place[j] for j in wiring.reads[i]]) for i in listed]
+        self.masks = [_mask(t) for t in self.tasks]
+        self.index = {name: k for k, name in enumerate(order)}
+        before, last = [], [-1] * len(STREAMS)
+        for k, i in enumerate(listed):
+            held = wiring.streams[i]
+            queued = [last[s] for s in held if last[s] >= 0 and last[s] not in self.reads[k]]
+            before.append((*self.reads[k], *dict.fromkeys(queued)))
+            for s in held:
+                last[s] = k
+        self.before: tuple[tuple[int, ...], ...] = tuple(before)
+        self.spans: tuple[Span, ...] = ()
+        if spans := tuple(spans):
+            self._tie(_after(self.before), spans)
 
-    def _sweep(self, spans: tuple[Span, ...]) -> list[tuple[int, tuple[int, ...]]]:
-        """(task, before), each after those it waits for."""
+    def tied(self, spans: Iterable[Span]) -> Prepared:
+        """With these spans; `self` must have none."""
+        found = copy(self)
+        for name in ("after", "sweep"):
+            found.__dict__.pop(name, None)
+        found._tie(self.after, tuple(spans))
+        return found
+
+    def _tie(self, after: Sequence[Sequence[int]], spans: tuple[Span, ...]) -> None:
+        """after: what waits for each task without spans."""
+        numbers = [(self.index[s.task], self.index[s.first], self.index[s.last]) for s in spans]
+        self.before, self.spans = _tied(self.before, after, numbers), spans
+
+    @cached_property
+    def sweep(self) -> list[tuple[int, tuple[int, ...]]]:
+        """(task, before), each after those it waits for. Raises ValueError if tasks wait for each other."""
         after, missing = self.after, [len(b) for b in self.before]
         ready = [i for i, m in enumerate(missing) if not m]
         for i in ready:
@@ -154,18 +175,16 @@ class Prepared:
                 if not missing[j]:
                     ready.append(j)
         if len(ready) < len(self.tasks):
-            stuck = {t.name for t, m in zip(self.tasks, missing, strict=True) if m}
-            span = next((s for s in spans if s.task in stuck), None)
-            if span is None:
-                raise ValueError(f"order has task {min(stuck)!r} wait for one that its streams serve later")
-            raise ValueError(f"span of {span.task!r} from {span.first!r} to {span.last!r} ties tasks that wait for "
-                             "each other")
+            raise self._stuck(missing)
         return [(i, self.before[i]) for i in ready]
 
-    @cached_property
-    def masks(self) -> list[int]:
-        """Each task's streams as bits."""
-        return [_mask(t) for t in self.tasks]
+    def _stuck(self, missing: Sequence[int]) -> ValueError:
+        stuck = {t.name for t, m in zip(self.tasks, missing, strict=True) if m}
+        span = next((s for s in self.spans if s.task in stuck), None)
+        if span is None:
+            return ValueError(f"order has task {min(stuck)!r} wait for one that its streams serve later")
+        return ValueError(f"span of {span.task!r} from {span.first!r} to {span.last!r} ties tasks that wait for "
+                          "each other")
 
     @cached_property
     def after(self) -> list[list[int]]:
@@ -203,17 +222,19 @@ class Prepared:
     def run(self, durations: Mapping[str, float], contention: Slowdown | None = None,
             efficiency: float = 1.0) -> Timeline:
         seconds = [durations[t.name] for t in self.tasks]
-        before = self.before
-        if contention:
-            start, end, before = self._contend(seconds, contention)
-        else:
-            end = self.ends(seconds)
-            start = [max((end[j] for j in b), default=0.0) for b in before]
+        start, end, before = self.times(seconds, contention)
         bound = self.bound(seconds)
         if efficiency < 1:
             start, end = _dilate(start, end, efficiency)
             bound = efficiency * bound + (1 - efficiency) * math.fsum(seconds)
         return Timeline(tuple(map(Event, self.tasks, start, end)), before, bound)
+
+    def times(self, seconds: Sequence[float], contention: Slowdown | None = None):
+        """Starts, ends, and what each task waited for."""
+        if contention:
+            return self._contend(seconds, contention)
+        end = self.ends(seconds)
+        return [max([end[j] for j in b], default=0.0) for b in self.before], end, self.before
 
     def bound(self, seconds: Sequence[float]) -> float:
         """No order of these tasks takes less."""
@@ -255,23 +276,30 @@ class Prepared:
                     for j in held:
                         before[j] = (*before[j], i)
                     ready, held = held + ready, []
+        if any(missing):
+            raise self._stuck(missing)
         return start, end, tuple(before)
 
 
-def least_seconds(reads: Sequence[Sequence[int]], streams: Sequence[Sequence[Any]], seconds: Sequence[float]) -> float:
+def least_seconds(reads: Sequence[Sequence[int]], streams: Sequence[Sequence[Any]], seconds: Sequence[float],
+                  order: Sequence[int] = ()) -> float:
     """What no order takes less than: the busiest stream with what must precede and follow it, or the longest chain.
 
-    reads: for each task, earlier ones in the list whose results it needs.
+    reads: for each task, those whose results it needs. order: each behind what it reads, by default as listed.
     """
     n = len(reads)
+    order = order or range(n)
     head, tail = [0.0] * n, [0.0] * n
-    for i, earlier in enumerate(reads):
-        for j in earlier:
-            head[i] = max(head[i], head[j] + seconds[j])
-    for i in reversed(range(n)):
+    for i in order:
         for j in reads[i]:
-            tail[j] = max(tail[j], tail[i] + seconds[i])
-    least = max((h + s + t for h, s, t in zip(head, seconds, tail, strict=True)), default=0.0)
+            if head[j] + seconds[j] > head[i]:
+                head[i] = head[j] + seconds[j]
+    for i in reversed(order):
+        behind = tail[i] + seconds[i]
+        for j in reads[i]:
+            if behind > tail[j]:
+                tail[j] = behind
+    least = max([h + s + t for h, s, t in zip(head, seconds, tail, strict=True)], default=0.0)
     queues: dict[Any, list[int]] = {}
     for i, held in enumerate(streams):
         for stream in held:
@@ -354,9 +382,9 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
     A compute task that is already running when the collective starts cannot be tied: it would have to wait for it.
     """
-    compute = _by_start(timeline, False)
+    compute = _by_start(timeline.events, False)
     spans = []
-    for event in _by_start(timeline, True):
+    for event in _by_start(timeline.events, True):
         beside = _beside(event, compute)
         if beside:
             spans.append(Span(event.task.name, beside[0].task.name, beside[-1].task.name))
@@ -371,19 +399,28 @@ def pin(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], slack
     start with it; or it is delayed to start with the next one. The makespan stays within (1 + slack) of the untied
     one's. Streams keep their order.
     """
-    timeline = simulate_pass(pass_, order, durations, contention=contention)
-    limit = timeline.makespan * (1 + slack)
+    free = Prepared(pass_, order)
+    seconds = [durations[t.name] for t in free.tasks]
+    events, before = _events(free, seconds, contention)
+    limit = max([e.end for e in events], default=0.0) * (1 + slack)
     spans: tuple[Span, ...] = ()
-    for event in _by_start(timeline, True):
-        for span in candidates(timeline, event.task.name):
+    for event in _by_start(events, True):
+        for span in candidates(events, event.task.name):
             try:
-                trial = simulate_pass(pass_, order, durations, (*spans, span), contention)
+                trial = _events(free.tied((*spans, span)), seconds, contention)
             except ValueError:   # the tasks wait for each other
                 continue
-            if trial.makespan <= limit:
-                spans, timeline = (*spans, span), trial
+            if max([e.end for e in trial[0]]) <= limit:
+                spans, (events, before) = (*spans, span), trial
                 break
+    timeline = Timeline(tuple(events), before, free.bound(seconds))
     return issue_order(timeline), spans, timeline
+
+
+def _events(prepared: Prepared, seconds: Sequence[float], contention: Slowdown | None):
+    """Events in order of issue, and what each waited for."""
+    start, end, before = prepared.times(seconds, contention)
+    return list(map(Event, prepared.tasks, start, end)), before
 
 
 def sure_seconds(pass_: Pass, order: Sequence[str], durations: Mapping[str, float], spans: Iterable[Span],
@@ -396,10 +433,10 @@ def sure_seconds(pass_: Pass, order: Sequence[str], durations: Mapping[str, floa
     return Prepared(Pass(tuple(tasks)), order, spans).makespan(durations, contention)
 
 
-def candidates(timeline: Timeline, name: str) -> list[Span]:
+def candidates(events: Sequence[Event], name: str) -> list[Span]:
     """Spans of a collective, those that delay nothing first."""
-    event = next(e for e in timeline.events if e.task.name == name)
-    compute = [e for e in _by_start(timeline, False) if _counts(event, e)]
+    event = next(e for e in events if e.task.name == name)
+    compute = [e for e in _by_start(events, False) if _counts(event, e)]
     at = bisect_left([e.start for e in compute], event.start)
     beside = _beside(event, compute)
     earlier, later = compute[max(at - 1, 0):at], compute[at:at + 1]
@@ -408,8 +445,8 @@ def candidates(timeline: Timeline, name: str) -> list[Span]:
                               for first in firsts for last in (*beside[-1:], first)))
 
 
-def _by_start(timeline: Timeline, collectives: bool) -> list[Event]:
-    return sorted((e for e in timeline.events if e.task.is_collective == collectives), key=lambda e: e.start)
+def _by_start(events: Iterable[Event], collectives: bool) -> list[Event]:
+    return sorted([e for e in events if e.task.is_collective == collectives], key=_START)
 
 
 def _beside(event: Event, compute: list[Event]) -> list[Event]:
@@ -444,20 +481,23 @@ def _after(before: Sequence[Iterable[int]]) -> list[list[int]]:
     return after
 
 
-def _tie(before: list[set[int]], spans: list[tuple[int, int, int]]) -> None:
-    """Add what spans (collective, first, last) make tasks wait for: at the end, then at the start."""
-    ends: dict[int, set[int]] = {}
-    starts: dict[int, set[int]] = {}
+def _tied(before: Sequence[tuple[int, ...]], after: Sequence[Sequence[int]],
+          spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, ...], ...]:
+    """What tasks wait for with spans (collective, first, last): ties at the end, then at the start."""
+    tied = list(before)
+    ends: dict[int, dict[int, None]] = {}
+    starts: dict[int, dict[int, None]] = {}
     for task, first, last in spans:
-        ends.setdefault(last, {last}).add(task)
-        starts.setdefault(first, {first}).add(task)
-    together = {i: group for group in ends.values() for i in group}
-    for earlier in before:
-        earlier |= set().union(*(together[i] for i in earlier if i in together))
+        ends.setdefault(last, {last: None})[task] = None
+        starts.setdefault(first, {first: None})[task] = None
+    for group in ends.values():
+        for waiting in {j for i in group for j in after[i]}:
+            tied[waiting] = tuple(dict.fromkeys((*tied[waiting], *group)))
     for group in starts.values():
-        union = set().union(*(before[i] for i in group))
+        union = tuple(dict.fromkeys(j for i in group for j in tied[i]))
         for i in group:
-            before[i] = union
+            tied[i] = union
+    return tuple(tied)
 
 
 def _dilate(start: list[float], end: list[float], efficiency: float) -> tuple[list[float], list[float]]:

@@ -32,6 +32,7 @@ class Grid:
         return {
             "name": self.name, "modelled": True, "cases": self.cases,
             "mean_speedup": {k: float(np.mean(v)) for k, v in self.speedups.items()},
+            "median_speedup": {k: float(np.median(v)) for k, v in self.speedups.items()},
             "min_speedup": {k: float(np.min(v)) for k, v in self.speedups.items()},
             "paper": dict(self.paper), **self.facts, "notes": list(self.notes),
         }
@@ -62,10 +63,11 @@ def as_text(result: Mapping[str, Any]) -> str:
     """The summary of a grid as a table, the paper's figures beside ours."""
     width = max(map(len, result["mean_speedup"]))
     lines = [f"{result['name']}: {result['cases']} cases, modelled; speedup over",
-             f"{'':{width}s}    mean     min  paper"]
+             f"{'':{width}s}    mean  median     min  paper"]
     for key, mean in result["mean_speedup"].items():
         paper = "  " + " to ".join(f"{v:.2f}" for v in _ends(result["paper"].get(key, ())))
-        lines.append(f"{key:{width}s}{mean:8.3f}{result['min_speedup'][key]:8.3f}{paper}".rstrip())
+        median, least = result["median_speedup"][key], result["min_speedup"][key]
+        lines.append(f"{key:{width}s}{mean:8.3f}{median:8.3f}{least:8.3f}{paper}".rstrip())
     return "\n".join([*lines, *(f"- {note}" for note in result["notes"])])
 
 

@@ -44,7 +44,7 @@ def links_first(pass_: Pass, order: Sequence[str], seconds: Mapping[str, float],
     spans: tuple[Span, ...] = ()
     timeline = simulate_pass(pass_, order, seconds, contention=slow)
     for name in [e.task.name for e in sorted(timeline.events, key=lambda e: e.start) if e.task.is_collective]:
-        for span in candidates(timeline, name):
+        for span in candidates(timeline.events, name):
             try:
                 trial = simulate_pass(pass_, order, seconds, (*spans, span), slow)
             except ValueError:   # the tasks wait for each other

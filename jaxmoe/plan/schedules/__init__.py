@@ -1,16 +1,7 @@
-"""Schedules by name: functions of a block and a cluster that give a plan. A new one is a new file and a line here."""
+"""Schedules by name. A new one is a new file and a line here."""
 
-from collections.abc import Callable
-
-from ..plan import Plan
 from . import fsmoe, mast, parm, pipemoe, sequential, sp_moe
+from .base import Schedule
 
-SCHEDULES: dict[str, Callable[..., Plan]] = {
-    "sequential": sequential.plan,
-    "pipemoe": pipemoe.plan,
-    "parm-s1": parm.plan_s1,
-    "parm-s2": parm.plan_s2,
-    "fsmoe": fsmoe.plan,
-    "mast": mast.plan,
-    "sp-moe": sp_moe.plan,
-}
+SCHEDULES: dict[str, Schedule] = {s.name: s for s in (
+    sequential.SCHEDULE, pipemoe.SCHEDULE, parm.S1, parm.S2, fsmoe.SCHEDULE, mast.SCHEDULE, sp_moe.SCHEDULE)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ..block import SAVED, Block
 from ..cluster import Cluster
 from ..cost import durations
 from ..graph import task_graph
-from ..orders import Order, Quick
+from ..memory import Memory, estimate
+from ..orders import Order, Quick, fixed, improved
 from ..plan import Plan
 from ..simulate import Prepared, Slowdown, issue_order, pin, simulate_pass, sure_seconds
 from ..tasks import STREAMS, Degrees, Pass, Span, Task, TaskGraph
@@ -18,7 +20,9 @@ DEGREES = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
 NEAR = 1.02   # times the fastest order's seconds: orders between which certainty decides,
 RIVALS = 3    # at most so many
+TRIED = 3     # orders of a pass that are simulated with contention
 Key = Callable[[Task], tuple]
+Listed = tuple[tuple[str, ...], tuple[Span, ...]]
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,13 @@ class Choice:
     slices: int = 1
 
 
+def _as_listed(pass_: Pass, seconds: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(pass_.by_name)
+
+
 def by(key: Key) -> Order:
     """The order in which each stream serves its tasks sorted by key; ties keep the order of the graph."""
-    return lambda pass_, seconds: merged(pass_, key)
+    return fixed(lambda pass_: merged(pass_, key))
 
 
 def merged(pass_: Pass, key: Key) -> tuple[str, ...]:
@@ -51,19 +59,25 @@ def merged(pass_: Pass, key: Key) -> tuple[str, ...]:
     """
     ranked = sorted(pass_.tasks, key=key)
     queues = {s: [t for t in ranked if s in t.streams] for s in STREAMS}
-    heads, done, order = dict.fromkeys(STREAMS, 0), set(), []
+    heads, done, order, after = dict.fromkeys(STREAMS, 0), set(), [], pass_.after
+
+    def is_ready(task: Task) -> bool:
+        return done.issuperset(after[task.name])
+
+    def next_of(stream: str) -> Task | None:
+        """The stream's next task, if that is the next of all its streams and may start."""
+        queue, at = queues[stream], heads[stream]
+        if at == len(queue) or not is_ready(queue[at]):
+            return None
+        task = queue[at]
+        return task if len(task.streams) == 1 or all(queues[s][heads[s]] is task for s in task.streams) else None
+
     while len(order) < len(ranked):
-        for s in STREAMS:
-            at = heads[s]
-            task = queues[s][at] if at < len(queues[s]) else None
-            if task is not None and all(queues[o][heads[o]] is task for o in task.streams) and (
-                    set(pass_.after[task.name]) <= done):
-                break
-        else:
-            task = _instead_of_coding(queues["compute"], heads["compute"], lambda t: set(pass_.after[t.name]) <= done)
-            if task is None:
-                stuck = next(queues[s][heads[s]].name for s in STREAMS if heads[s] < len(queues[s]))
-                raise ValueError(f"the streams' orders wait for each other at task {stuck!r}")
+        task = next((t for s in STREAMS if (t := next_of(s))), None)
+        task = task or _instead_of_coding(queues["compute"], heads["compute"], is_ready)
+        if task is None:
+            stuck = next(queues[s][heads[s]].name for s in STREAMS if heads[s] < len(queues[s]))
+            raise ValueError(f"the streams' orders wait for each other at task {stuck!r}")
         order.append(task.name)
         done.add(task.name)
         for s in task.streams:
@@ -82,6 +96,24 @@ def _instead_of_coding(queue: list[Task], head: int, is_ready: Callable[[Task], 
     return task
 
 
+class Costs(NamedTuple):
+    """A pass and the seconds of its tasks."""
+
+    pass_: Pass
+    seconds: dict[str, float]
+    quick: Quick
+
+
+@dataclass
+class Tried:
+    """An order of a pass, its seconds without contention and under others, and its ties where they were asked for."""
+
+    order: tuple[str, ...]
+    alone: float
+    contended: dict[Slowdown, float] = field(default_factory=dict)
+    tied: dict[Slowdown | None, Listed] = field(default_factory=dict)
+
+
 @dataclass
 class Trials:
     """Passes of a block under different choices, each simulated once.
@@ -93,14 +125,22 @@ class Trials:
     cluster: Cluster
     saved: tuple[str, ...] = SAVED
     contention: Slowdown | None = None
-    tried: dict[tuple, float] = field(default_factory=dict)
-    ideal: dict[tuple, float] = field(default_factory=dict)
-    orders: dict[tuple, tuple[str, ...]] = field(default_factory=dict)
-    costs: dict[int, tuple[Pass, dict[str, float], Quick]] = field(default_factory=dict)
+    graphs: dict[tuple, TaskGraph] = field(default_factory=dict)
+    costs: dict[int, Costs] = field(default_factory=dict)
+    orders: dict[tuple, Tried] = field(default_factory=dict)
+    chosen: dict[tuple, Order] = field(default_factory=dict)
+    descents: dict[Order, Order] = field(default_factory=dict)
+
+    def under(self, contention: Slowdown | None) -> Trials:
+        """The same passes, planned with this contention; what is known of them is shared."""
+        return replace(self, contention=contention)
 
     def graph(self, choice: Choice) -> TaskGraph:
         """Raises ValueError if the block cannot be cut so."""
-        return task_graph(self.block, choice.degrees, self.saved, choice.slices)
+        key = choice.degrees, choice.slices
+        if key not in self.graphs:
+            self.graphs[key] = task_graph(self.block, choice.degrees, self.saved, choice.slices)
+        return self.graphs[key]
 
     def fits(self, choice: Choice) -> bool:
         """Whether the block can be cut so."""
@@ -117,32 +157,58 @@ class Trials:
                 self.pass_seconds(graph.backward, choice.orders.backward))
 
     def pass_seconds(self, pass_: Pass, order: Order) -> float:
-        key = id(pass_), order
-        if key not in self.tried:
-            alone = self.alone(pass_, order)
-            self.tried[key] = alone if self.contention is None else (
-                Prepared(pass_, self.orders[key]).makespan(self._cost(pass_)[1], self.contention))
-        return self.tried[key]
+        slow, tried = self.contention, self._tried(pass_, order)
+        if slow is None:
+            return tried.alone
+        if slow not in tried.contended:
+            prepared = Prepared(pass_, tried.order)
+            tried.contended[slow] = prepared.makespan(self.of(pass_).seconds, slow)
+        return tried.contended[slow]
 
     def alone(self, pass_: Pass, order: Order) -> float:
         """Seconds without contention: as long or shorter, and quick to get."""
+        return self._tried(pass_, order).alone
+
+    def _tried(self, pass_: Pass, order: Order) -> Tried:
         key = id(pass_), order
-        if key not in self.ideal:
-            _, seconds, quick = self._cost(pass_)
-            self.orders[key] = order(pass_, seconds)
-            self.ideal[key] = quick.makespan(self.orders[key])
-        return self.ideal[key]
+        if key not in self.orders:
+            costs = self.of(pass_)
+            listed = order(pass_, costs.seconds)
+            same = id(pass_), listed   # other orders may come to the same list
+            if same not in self.orders:
+                self.orders[same] = Tried(listed, costs.quick.makespan(listed))
+            self.orders[key] = self.orders[same]
+        return self.orders[key]
+
+    def fastest_of(self, pass_: Pass, orders: tuple[Order, ...]) -> Order:
+        """Under contention, of those that are among the `TRIED` fastest without."""
+        key = id(pass_), orders, self.contention
+        if key not in self.chosen:
+            ranked = sorted(orders, key=lambda order: self.alone(pass_, order))
+            tried = ranked[:1 if self.contention is None else TRIED]
+            self.chosen[key] = min(tried, key=lambda order: self.pass_seconds(pass_, order))
+        return self.chosen[key]
+
+    def probe(self, choice: Choice) -> float:
+        """Seconds of a segment without contention."""
+        graph = self.graph(choice)
+        return self.alone(graph.forward, choice.orders.forward) + self.alone(graph.backward, choice.orders.backward)
 
     def bound(self, choice: Choice) -> float:
         """Seconds of a segment that no order goes below."""
         graph = self.graph(choice)
-        return sum(self._cost(p)[2].bound() for p in (graph.forward, graph.backward))
+        return self.of(graph.forward).quick.bound + self.of(graph.backward).quick.bound
 
-    def _cost(self, pass_: Pass) -> tuple[Pass, dict[str, float], Quick]:
-        """The pass, which keeps its id its own, and what its tasks take."""
+    def least(self) -> float:
+        """Seconds of a segment that no choice goes below: chunks add to what a stream has to do, and take nothing."""
+        graph = self.graph(Choice(Degrees(), Orders(_as_listed, _as_listed)))
+        return self.of(graph.forward).quick.busiest + self.of(graph.backward).quick.busiest
+
+    def of(self, pass_: Pass) -> Costs:
+        """What its tasks take; kept with the pass, whose id stays its own."""
         if id(pass_) not in self.costs:
             seconds = durations(pass_, self.cluster)
-            self.costs[id(pass_)] = pass_, seconds, Quick(pass_, seconds)
+            self.costs[id(pass_)] = Costs(pass_, seconds, Quick(pass_, seconds))
         return self.costs[id(pass_)]
 
     def fastest(self, choices: Iterable[Choice]) -> Choice:
@@ -158,33 +224,62 @@ class Trials:
             raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
         return choices[0]
 
+    def memory(self, choice: Choice, outside: float = 0.0) -> Memory:
+        """What the choice takes on a device; see `memory.estimate`."""
+        graph, orders = self.graph(choice), choice.orders
+        return estimate(self.block, graph, self._tried(graph.forward, orders.forward).order,
+                        self._tried(graph.backward, orders.backward).order, outside)
+
     def search(self, orders: Iterable[Orders], degrees: Iterable[Degrees], slices: Iterable[int] = (1,)) -> Choice:
         """The fastest orders and degrees at the first number of slices; then, at these degrees, orders and slices."""
         orders, degrees, slices = tuple(orders), tuple(degrees), tuple(slices)
         best = self.fastest([Choice(d, o, slices[0]) for o in orders for d in degrees])
         return self.fastest([best, *(Choice(best.degrees, o, n) for o in orders for n in slices[1:])])
 
+    def refined(self, choice: Choice) -> Choice:
+        """With orders improved by moving single tasks, unless that is slower."""
+        graph, orders = self.graph(choice), choice.orders
+        forward = min(self.improved(orders.forward), orders.forward,
+                      key=lambda o: self.pass_seconds(graph.forward, o))
+        backward = min(self.improved(orders.backward), orders.backward,
+                       key=lambda o: self.pass_seconds(graph.backward, o))
+        return replace(choice, orders=Orders(forward, backward))
+
+    def improved(self, order: Order) -> Order:
+        """The order after descent, one and the same each time."""
+        if order not in self.descents:
+            self.descents[order] = improved(order)
+        return self.descents[order]
+
+    def sure(self, choice: Choice, forward: Iterable[Order], backward: Iterable[Order]) -> Choice:
+        """With the surest of these orders, see `surest`."""
+        graph = self.graph(choice)
+        return replace(choice, orders=Orders(self.surest(graph.forward, dict.fromkeys(forward)),
+                                             self.surest(graph.backward, dict.fromkeys(backward))))
+
     def surest(self, pass_: Pass, orders: Iterable[Order]) -> Order:
         """Of orders that are nearly the fastest, the one that loses least if XLA leaves untied collectives in line."""
         ranked = sorted(orders, key=lambda o: self.pass_seconds(pass_, o))
         least = self.pass_seconds(pass_, ranked[0])
         near = [o for o in ranked[:RIVALS] if self.pass_seconds(pass_, o) <= least * NEAR]
-        return min(near, key=lambda o: self._sure(pass_, o))
+        return min(near, key=lambda o: self._sure(pass_, o)) if len(near) > 1 else near[0]
 
     def _sure(self, pass_: Pass, order: Order) -> float:
         listed, spans = self.tied(pass_, order)
-        return sure_seconds(pass_, listed, self._cost(pass_)[1], spans, self.contention)
+        return sure_seconds(pass_, listed, self.of(pass_).seconds, spans, self.contention)
 
-    def tied(self, pass_: Pass, order: Order) -> tuple[tuple[str, ...], tuple[Span, ...]]:
+    def tied(self, pass_: Pass, order: Order) -> Listed:
         """Issue order, and what flies beside what."""
-        seconds = self._cost(pass_)[1]
-        return pin(pass_, self.listed(pass_, order), seconds, contention=self.contention)[:2]
+        tied = self._tried(pass_, order).tied
+        if self.contention not in tied:
+            listed, seconds = self.listed(pass_, order), self.of(pass_).seconds
+            tied[self.contention] = pin(pass_, listed, seconds, contention=self.contention)[:2]
+        return tied[self.contention]
 
     def listed(self, pass_: Pass, order: Order) -> tuple[str, ...]:
         """Issue order by start times."""
-        self.pass_seconds(pass_, order)
-        seconds = self._cost(pass_)[1]
-        return issue_order(simulate_pass(pass_, self.orders[id(pass_), order], seconds, contention=self.contention))
+        listed, seconds = self._tried(pass_, order).order, self.of(pass_).seconds
+        return issue_order(simulate_pass(pass_, listed, seconds, contention=self.contention))
 
     def plan(self, name: str, choice: Choice, tied: bool = True) -> Plan:
         """tied: False leaves to XLA what flies beside what. Raises ValueError if the block cannot be cut so."""
@@ -210,6 +305,60 @@ def all_degrees(block: Block) -> list[Degrees]:
     if block.chunk == "slots":
         return moe_degrees(block)
     return [Degrees(moe, moe, dense, dense) for moe in DEGREES for dense in DEGREES]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a system is known by; called, it gives a plan. Of `orders`, `degrees` and `slices` the fastest in simulation
+    are taken, blind to contention, as the papers' systems are.
+
+    cut: the block, as it is cut. refined: orders are improved by search. tied: False = what flies beside what is left
+    to XLA.
+    """
+
+    name: str
+    orders: tuple[Orders, ...]
+    degrees: Callable[[Block], Sequence[Degrees]]
+    slices: tuple[int, ...] = (1,)
+    cut: Callable[[Block], Block] = lambda block: block
+    refined: bool = False
+    tied: bool = True
+
+    def __call__(self, block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
+                 saved: tuple[str, ...] = SAVED) -> Plan:
+        """degrees, slices: None = the fastest in simulation. Raises ValueError if the block cannot be cut so."""
+        trials = Trials(self.cut(block), cluster, saved)
+        return self.plan(trials, self.choose(trials, degrees, slices))
+
+    def choose(self, trials: Trials, degrees: Degrees | None = None, slices: int | None = None) -> Choice:
+        best = trials.search(self.orders, [degrees] if degrees else self.degrees(trials.block),
+                             [slices] if slices else self.slices)
+        return trials.refined(best) if self.refined else best
+
+    def plan(self, trials: Trials, choice: Choice) -> Plan:
+        if self.refined:
+            forward, backward = zip(*((o.forward, o.backward) for o in (choice.orders, *self.orders)), strict=True)
+            choice = trials.sure(choice, forward, backward)
+        return trials.plan(self.name, choice, self.tied)
+
+
+@dataclass
+class Bench:
+    """Trials of all the ways to cut a block, each made once."""
+
+    cluster: Cluster
+    saved: tuple[str, ...] = SAVED
+    made: dict[Block, Trials] = field(default_factory=dict)
+
+    def trials(self, block: Block, contention: Slowdown | None = None) -> Trials:
+        if block not in self.made:
+            self.made[block] = Trials(block, self.cluster, self.saved)
+        return self.made[block].under(contention)
+
+
+def only_one(block: Block) -> list[Degrees]:
+    """No chunks."""
+    return [Degrees()]
 
 
 def place(task: Task, ranks: dict[str, int], default: int = 0) -> int:

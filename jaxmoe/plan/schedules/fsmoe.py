@@ -18,13 +18,11 @@ import math
 from collections.abc import Mapping
 from itertools import accumulate
 
-from ..block import SAVED, Block
 from ..closed_forms import fsmoe_slack_seconds, partition_gradients, place_rest
-from ..cluster import Cluster
-from ..plan import Plan
-from ..tasks import Degrees, Pass, Task
+from ..orders import remembered
+from ..tasks import Pass, Task
 from . import pipemoe
-from .base import SLICES, Key, Orders, Trials, by, merged, moe_degrees
+from .base import SLICES, Key, Orders, Schedule, by, merged, moe_degrees
 
 Place = tuple[int, float]   # minus the layer, and rank among its collectives
 IN_MOE, BESIDE_DENSE = 1.5, 2.5
@@ -39,7 +37,8 @@ def backward(pass_: Pass, seconds: Mapping[str, float]) -> tuple[str, ...]:
 def placed(pass_: Pass, seconds: Mapping[str, float], key: Key) -> tuple[str, ...]:
     """Tasks sorted by key, slices where links are idle. key: (1, -layer, rank, ...) for tasks of a layer."""
     places = slice_places(pass_, seconds)
-    return merged(pass_, lambda task: (1, *places[task.name]) if task.name in places else key(task))
+    return remembered(pass_, (key, *places.items()), lambda: merged(
+        pass_, lambda task: (1, *places[task.name]) if task.name in places else key(task)))
 
 
 def slice_places(pass_: Pass, seconds: Mapping[str, float]) -> dict[str, Place]:
@@ -84,9 +83,4 @@ def dealt(slices: list[Task], places: list[Place], shares: list[float]) -> list[
 ORDERS = Orders(by(pipemoe.forward), backward)
 
 
-def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-         saved: tuple[str, ...] = SAVED) -> Plan:
-    """degrees, slices: None = the fastest in simulation."""
-    trials = Trials(block, cluster, saved)
-    best = trials.search([ORDERS], [degrees] if degrees else moe_degrees(block), [slices] if slices else SLICES)
-    return trials.plan("fsmoe", best)
+SCHEDULE = Schedule("fsmoe", (ORDERS,), moe_degrees, SLICES)

@@ -16,15 +16,11 @@ It wins where attention or weight gradients are long enough to hide what MoE alo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from ..block import SAVED, Block
-from ..cluster import Cluster
-from ..orders import improved, list_order
-from ..plan import Plan
-from ..tasks import Degrees, Pass, Task
+from ..orders import Order, list_order
+from ..tasks import Pass, Task
 from . import fsmoe, pipemoe
-from .base import SLICES, Order, Orders, Trials, all_degrees, by
+from .base import SLICES, Orders, Schedule, all_degrees, by
 
 
 def weights_last(pass_: Pass, seconds: Mapping[str, float]) -> tuple[str, ...]:
@@ -43,12 +39,4 @@ BACKWARD: tuple[Order, ...] = (by(pipemoe.backward), fsmoe.backward, weights_las
 ORDERS = tuple(Orders(f, b) for f in FORWARD for b in BACKWARD)
 
 
-def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-         saved: tuple[str, ...] = SAVED) -> Plan:
-    """degrees, slices: None = the fastest in simulation."""
-    trials = Trials(block, cluster, saved)
-    best = trials.search(ORDERS, [degrees] if degrees else all_degrees(block), [slices] if slices else SLICES)
-    graph = trials.graph(best)
-    orders = Orders(trials.surest(graph.forward, (*FORWARD, improved(best.orders.forward))),
-                    trials.surest(graph.backward, (*BACKWARD, improved(best.orders.backward))))
-    return trials.plan("mast", replace(best, orders=orders))
+SCHEDULE = Schedule("mast", ORDERS, all_degrees, SLICES, refined=True)

@@ -31,24 +31,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..block import SAVED, Block
-from ..cluster import Cluster
-from ..plan import Plan
-from ..tasks import Degrees
 from . import pipemoe
+from .base import Schedule, moe_degrees
 
-
-def plan_s1(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-            saved: tuple[str, ...] = SAVED) -> Plan:
-    """degrees: None = the fastest in simulation."""
-    return _plan("parm-s1", replace(block, fused=True), cluster, degrees, slices, saved)
-
-
-def plan_s2(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-            saved: tuple[str, ...] = SAVED) -> Plan:
-    """degrees: None = the fastest in simulation."""
-    return _plan("parm-s2", replace(block, fused=True, split="slots"), cluster, degrees, slices, saved)
-
-
-def _plan(name: str, block: Block, *choices) -> Plan:
-    return replace(pipemoe.plan(block, *choices), schedule=name)
+S1 = Schedule("parm-s1", (pipemoe.ORDERS,), moe_degrees, cut=lambda block: replace(block, fused=True))
+S2 = Schedule("parm-s2", (pipemoe.ORDERS,), moe_degrees, cut=lambda block: replace(block, fused=True, split="slots"))

@@ -11,11 +11,8 @@ changes. It wins where experts take about as long as the two All-to-Alls togethe
 
 from __future__ import annotations
 
-from ..block import SAVED, Block
-from ..cluster import Cluster
-from ..plan import Plan
-from ..tasks import Degrees, Task
-from .base import Orders, Trials, by, moe_degrees, place
+from ..tasks import Task
+from .base import Orders, Schedule, by, moe_degrees, place
 
 FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "combine_gather": 2, "statistics": 3}
 BACKWARD = {"combine_gather:grad": 1, "combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2,
@@ -55,9 +52,4 @@ def backward(task: Task) -> tuple:
 ORDERS = Orders(by(forward), by(backward))
 
 
-def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-         saved: tuple[str, ...] = SAVED) -> Plan:
-    """degrees: None = the fastest in simulation."""
-    trials = Trials(block, cluster, saved)
-    best = trials.search([ORDERS], [degrees] if degrees else moe_degrees(block), [slices or 1])
-    return trials.plan("pipemoe", best)
+SCHEDULE = Schedule("pipemoe", (ORDERS,), moe_degrees)

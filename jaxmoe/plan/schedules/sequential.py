@@ -8,17 +8,9 @@ What others are compared with. It changes no value and forces nothing but the or
 
 from __future__ import annotations
 
-from ..block import SAVED, Block
-from ..cluster import Cluster
-from ..plan import Plan
-from ..tasks import Degrees
-from .base import Choice, Orders, Trials, by
+from .base import Orders, Schedule, by, only_one
 
 ORDERS = Orders(by(lambda task: ()), by(lambda task: (task.verb == "grad_reduce",)))
 
 
-def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-         saved: tuple[str, ...] = SAVED) -> Plan:
-    """One chunk, unless degrees are given."""
-    choice = Choice(degrees or Degrees(), ORDERS, slices or 1)
-    return Trials(block, cluster, saved).plan("sequential", choice, tied=False)
+SCHEDULE = Schedule("sequential", (ORDERS,), only_one, tied=False)

@@ -14,16 +14,13 @@ It wins where one sequence a device is long: no other cut leaves attention anyth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from ..block import SAVED, Block
-from ..cluster import Cluster
-from ..orders import behind, fed
-from ..plan import Plan
-from ..tasks import Degrees, Pass, Task
-from .base import SLICES, Orders, Trials, all_degrees, place
+from ..block import Block
+from ..orders import behind, fed, fixed
+from ..tasks import Pass, Task
+from .base import SLICES, Orders, Schedule, all_degrees, place
 
 ATTENTION = {"attn_in": 0, "attend": 1, "attn_out": 2,
              "attn_out:dx": 0, "attend:grad": 1, "attn_in:dx": 2, "attn_out:dw": 3, "attn_in:dw": 4}
@@ -36,13 +33,13 @@ EAGER = {"route": 1, "pack": 1, "tally": 1, "encode_dispatch": 1, "encode_combin
 LAGS = (1, 2, 99)   # 1A1M, 2A1M, all attention first
 
 
-def forward(pass_: Pass, seconds: Mapping[str, float], lag: int) -> tuple[str, ...]:
+def forward(pass_: Pass, lag: int) -> tuple[str, ...]:
     attention, experts = groups(pass_, ATTENTION), groups(pass_, EXPERTS)
     rows = [name for a, e in zip(attention, experts, strict=True) for name in behind(a, e, lag)]
     return fed(pass_, rows, _eager)
 
 
-def backward(pass_: Pass, seconds: Mapping[str, float], lag: int) -> tuple[str, ...]:
+def backward(pass_: Pass, lag: int) -> tuple[str, ...]:
     """Attention of a layer with the experts of the layer below, last chunks first; slices spread over all."""
     attention = [a[::-1] for a in groups(pass_, ATTENTION)[::-1]]
     experts = [e[::-1] for e in groups(pass_, EXPERTS)[::-1]]
@@ -77,13 +74,13 @@ def _spread(slices: list[str], rows: list[str]) -> list[str]:
     return merged + [s for s in slices if s not in set(merged)]
 
 
-ORDERS = tuple(Orders(partial(forward, lag=f), partial(backward, lag=b)) for f in LAGS for b in LAGS)
-
-
-def plan(block: Block, cluster: Cluster, degrees: Degrees | None = None, slices: int | None = None,
-         saved: tuple[str, ...] = SAVED) -> Plan:
-    """degrees, slices: None = the fastest in simulation."""
+def cut(block: Block) -> Block:
+    """Along the sequence, two layers together where the stack allows it."""
     segment = 2 if block.segment == 1 and block.layers % 2 == 0 else block.segment
-    trials = Trials(replace(block, chunk="sequence", segment=segment), cluster, saved)
-    best = trials.search(ORDERS, [degrees] if degrees else all_degrees(trials.block), [slices] if slices else SLICES)
-    return trials.plan("sp-moe", best)
+    return replace(block, chunk="sequence", segment=segment)
+
+
+FORWARD = tuple(fixed(partial(forward, lag=lag)) for lag in LAGS)
+BACKWARD = tuple(fixed(partial(backward, lag=lag)) for lag in LAGS)
+ORDERS = tuple(Orders(f, b) for f in FORWARD for b in BACKWARD)
+SCHEDULE = Schedule("sp-moe", ORDERS, all_degrees, SLICES, cut)
