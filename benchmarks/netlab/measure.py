@@ -46,6 +46,7 @@ from jaxmoe.training.step import compiled_step, init_state  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
 FORMATS = ("raw", "x4s", "x3p")
+CODED = "x4s"   # what steps are coded with
 LINKS: dict = {"node": "inter", "gpu": "intra"}
 
 
@@ -92,7 +93,7 @@ def measured_cluster(mesh, repeats: int) -> Cluster:
     codecs = {row["format"]: Codec(origin="measured", ratio=row["ratio"],
                                    encode_bytes_per_second=row["encode_bytes_per_second"] / 2,
                                    decode_bytes_per_second=row["decode_bytes_per_second"] / 2)
-              for row in bench_codec(formats=FORMATS[1:], peers=False, repeats=repeats)}
+              for row in bench_codec(formats=(CODED,), peers=False, repeats=repeats)}
     inside = AlphaBeta(origin="ours", alpha_seconds=1e-3, seconds_per_byte=1e-9)   # copies: too fast to be fitted
     return from_first_host(found.model_copy(update={
         "codecs": codecs, "intra": Link(**dict.fromkeys(COLLECTIVES, inside)), "links": LINKS}))
@@ -118,9 +119,9 @@ def stepper(cfg, mesh, plan) -> Callable:
 def fitted(mesh, repeats: int) -> tuple[Cluster, float]:
     """The cluster with modules of CONFIG's model, uncoded and coded, and what its step takes beside the stack."""
     cfg, cluster = load_config(CONFIG), measured_cluster(mesh, 3)
-    for kind in ("off", *FORMATS[1:]):
-        coded = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
-        cluster, _ = with_modules(coded, cluster, repeats)
+    cluster, _ = with_modules(cfg, cluster, repeats, (1, 4))
+    coded = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": CODED})})
+    cluster, _ = with_modules(coded, cluster, repeats, (2,))
     plan = PLANNERS["sequential"](block_of(cfg, cluster), cluster)
     seconds = median(interleaved({"": stepper(cfg, mesh, plan)}, repeats)[""])
     rest = multihost_utils.broadcast_one_to_all(np.float32(seconds - simulate(plan, cluster).makespan))

@@ -6,7 +6,7 @@ can be simulated. FSMoE profiles modules so before it plans. (read; the fit by v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,9 @@ DEGREES = (1, 2, 4)
 Key = tuple[str, float]   # module, amount
 
 
-def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5) -> tuple[Cluster, list[Fit]]:
-    """The cluster with modules of cfg's model, measured on the present devices, and their fits.
+def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5,
+                 degrees: Sequence[int] = DEGREES) -> tuple[Cluster, list[Fit]]:
+    """The cluster with modules of cfg's model, measured on the present devices at these degrees, and their fits.
 
     Modules that the cluster has are not measured again; its other costs plan what is measured. In a run of several
     processes all call this, and get what the first one measured.
@@ -44,8 +45,8 @@ def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5) -> tuple[Cluster,
     mesh = make_mesh(cfg)
     block = coded(cfg, cluster)
     times: dict[str, dict[float, list[float]]] = {}
-    for degrees in _fitting(block):
-        plan = SCHEDULES["pipemoe"](block, cluster, degrees, slices=degrees.moe_forward)
+    for d in _fitting(block, degrees):
+        plan = SCHEDULES["pipemoe"](block, cluster, d, slices=d.moe_forward)
         for (module, n), seconds in task_seconds(cfg, mesh, plan, repeats, frozenset(cluster.modules)).items():
             times.setdefault(module, {}).setdefault(n, []).append(seconds)
     fits = [fitted(module, {n: float(np.median(t)) for n, t in by_amount.items()})
@@ -73,16 +74,16 @@ def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int, known: frozense
     return {key: max(seconds[str(key)] - seconds[""], 0.0) for key in recorder.keys}
 
 
-def _fitting(block: Block) -> list[Degrees]:
-    """Degrees that the block can be cut at."""
+def _fitting(block: Block, degrees: Sequence[int]) -> list[Degrees]:
+    """Those that the block can be cut at."""
     found = []
-    for r in DEGREES:
-        degrees = Degrees(r, r) if block.chunk == "slots" else Degrees(r, r, r, r)
+    for r in degrees:
+        d = Degrees(r, r) if block.chunk == "slots" else Degrees(r, r, r, r)
         try:
-            block.check_degrees(degrees)
+            block.check_degrees(d)
         except ValueError:
             continue
-        found.append(degrees)
+        found.append(d)
     return found
 
 
