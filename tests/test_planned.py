@@ -17,6 +17,7 @@ from jaxmoe.config import ConfigError, from_dict
 from jaxmoe.experts import ExpertWeights
 from jaxmoe.layer import apply
 from jaxmoe.models import DecoderLM
+from jaxmoe.plan.block import SAVED, less_saved
 from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.tasks import Degrees
@@ -189,12 +190,14 @@ def loss_and_gradients(model, tokens, mask, segments):
 
 
 @cache
-def model_values(place, layout, layers, schedule=None, remat="none"):
+def model_values(place, layout, layers, schedule=None, remat="none", saved=None):
     cfg = config(place, layout, layers, None if schedule is None else dict(schedule), remat)
     model = DecoderLM(cfg, mesh_of(MESHES[place][0]), nnx.Rngs(0), jnp.float64)
     model.blocks[0].ffn.bias[...] = jnp.asarray(np.random.default_rng(2).normal(size=(layers, 8)) * 0.1)
     if schedule is not None:
         model.plan = plan_of(cfg, "cpu-8")
+    if saved is not None:
+        model.plan = SCHEDULES["pipemoe"](model.plan.block, CPU, model.plan.degrees, saved=saved)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 64, (16, 16)))
     segments = jnp.asarray(np.repeat([[0] * 9 + [1] * 7], 16, 0))
@@ -209,6 +212,13 @@ def pipemoe(forward, backward, dense=1, **options):
 class FrozenDict(dict):
     def __hash__(self):
         return hash(tuple(self.items()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", less_saved(SAVED), ids=len)
+def test_whatever_is_saved_makes_no_difference(saved):
+    """Sets that the planner may choose under a memory limit."""
+    assert_equal(model_values("alone", "slots", 2, pipemoe(2, 2), saved=saved), model_values("alone", "slots", 2))
 
 
 @pytest.mark.parametrize(("place", "layout", "layers", "schedule", "remat"), [
