@@ -60,8 +60,11 @@ def sums(metrics, field, name):
     return sum(float(m[f"codec_{field}_{name}"]) for m in metrics)
 
 
-def check_same_bits(steps, layers):
-    """Of "x3p" and the same tasks with bytes as they are: losses, parameters and optimizer state; and the counters."""
+def check_same_bits(steps, layers, arrived):
+    """Of "x3p" and the same tasks with bytes as they are: losses, parameters and optimizer state; and the counters.
+
+    arrived: classes of which some collectives arrive coded.
+    """
     coded, coded_state, counts = trained(steps, layers, "x3p")
     raw, raw_state, _ = trained(steps, layers, "raw")
     for one, other in zip(coded, raw, strict=True):
@@ -71,7 +74,7 @@ def check_same_bits(steps, layers):
     for name in CLASSES:
         assert sums(coded, "raw_bytes", name) == sums(raw, "raw_bytes", name) == sums(raw, "wire_bytes", name) > 0
         assert sums(raw, "fallbacks", name) == 0
-        assert sums(coded, "fallbacks", name) < steps * counts[name]   # some collectives arrived coded
+        assert sums(coded, "fallbacks", name) < steps * counts[name] or name not in arrived
         fullest = max(float(m[f"codec_pool_used_{name}"]) for m in coded)
         assert (fullest > 1) == (sums(coded, "fallbacks", name) > 0) and fullest > 0
     assert sums(coded, "fallbacks", "parameters") == 0
@@ -79,12 +82,12 @@ def check_same_bits(steps, layers):
 
 
 def test_steps_are_the_same_bits():
-    check_same_bits(3, 1)
+    check_same_bits(3, 1, ("parameters",))   # others fall back in the first steps
 
 
 @pytest.mark.slow
 def test_two_hundred_steps_are_the_same_bits():
-    check_same_bits(200, 2)
+    check_same_bits(200, 2, CLASSES)
 
 
 def at_rate(seconds_per_byte):
