@@ -88,13 +88,13 @@ CASES = [   # place, layout, degrees, options
     ("expert", "slots", Degrees(2, 4), {"saved": ("x",)}),
     ("all", "slots", Degrees(2, 3), {}),
     ("all", "ragged", Degrees(2, 2), {}),
+    ("alone", "ragged", Degrees(4, 4, 4, 4), {"chunk": "sequence"}),
 ]
 MORE = [
     ("fsdp", "slots", Degrees(1, 2), {"slices": 2}),
     ("expert-shard", "slots", Degrees(7, 4), {"saved": ("x", "rows", "hidden")}),
     ("expert", "ragged", Degrees(3, 3), {"saved": ("x",)}),
     ("expert-shard", "ragged", Degrees(4, 4), {}),
-    ("alone", "ragged", Degrees(4, 4, 4, 4), {"chunk": "sequence"}),
     ("alone", "slots", Degrees(4, 4, 4, 4), {"chunk": "batch"}),
 ]
 

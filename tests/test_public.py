@@ -50,6 +50,7 @@ def test_the_readmes_support_matrix_is_true():
     assert "| `soft` | nnx, Linen | refused | refused | leaks the future |" in readme
 
 
+@pytest.mark.slow
 def test_ablations_take_away_what_they_say():
     """On a new model, whose attention and experts do something, but nothing of use."""
     ablations = script("quickstart_ablations")

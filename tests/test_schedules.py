@@ -192,7 +192,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(("place", "layout", "layers", "options"), [
     ("all", "slots", 2, schedule("fsmoe", 2, 4, slices=2)),
     pytest.param("all", "ragged", 2, schedule("sp-moe", 2, 2, 4), marks=slow),
-    ("expert", "ragged", 2, schedule("sp-moe", 2, 2, 4)),
+    pytest.param("expert", "ragged", 2, schedule("sp-moe", 2, 2, 4), marks=slow),
     pytest.param("expert", "ragged", 4, schedule("sp-moe", 4, 4, 2, slices=2), marks=slow),
     pytest.param("all", "slots", 2, schedule("parm-s1", 2, 4), marks=slow),
     pytest.param("all", "slots", 2, schedule("parm-s2", 2, 4), marks=slow),

@@ -215,6 +215,7 @@ def test_batch_must_fit_microbatches_and_devices(text, tmp_path):
         train(from_dict(tree(text, tmp_path / "run", accumulate=2)), quiet=True)
 
 
+@pytest.mark.slow
 def test_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path):
     keys = {"steps": 30, "eval_every": 0, "checkpoint_every": 0, "sample_tokens": 0}
     settings = {name: tree(text, tmp_path / name, **keys) for name in ("whole", "cut")}
