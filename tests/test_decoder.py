@@ -158,7 +158,7 @@ def assert_close(got, want, **tolerance):
 
 
 @pytest.mark.parametrize(("moe_every", "remat"), [
-    (2, "full"), pytest.param(1, "none", marks=slow), pytest.param(2, "none", marks=slow), pytest.param(2, "dots", marks=slow)])
+    (2, "full"), *(pytest.param(*case, marks=slow) for case in ((1, "none"), (2, "none"), (2, "dots")))])
 def test_scan_equals_unrolled(moe_every, remat):
     tokens = tokens_of(2, 9)
     want = value_and_grad(build(config(moe_every=moe_every, layers=4)), tokens)
