@@ -84,10 +84,10 @@ def test_watching_sees_every_task_and_what_it_writes():
 @pytest.mark.slow
 def test_a_measured_model_is_planned_with_its_modules():
     cfg = from_dict({
-        "mesh": {"axes": {"d": 4}}, "parallel": {"data": ["d"], "expert": ["d"]},
+        "mesh": {"axes": {"d": 8}}, "parallel": {"data": ["d"], "expert": ["d"]},
         "schedule": {"kind": "pipemoe"}, "train": {"batch": 8},
         "model": {"layers": 1, "d_model": 32, "heads": 2, "kv_heads": 2, "seq": 32, "vocab": 64, "scan": True},
-        "moe": {"num_experts": 4, "d_ff": 64, "dispatch": {"kind": "slots", "capacity_factor": 2.0}}})
+        "moe": {"num_experts": 8, "d_ff": 64, "dispatch": {"kind": "slots", "capacity_factor": 2.0}}})
     cluster, fits = with_modules(cfg, load_cluster("cpu-8"), repeats=1)
     made = plan(cfg, cluster)
     tasks = [t for p in (made.graph.forward, made.graph.backward, made.graph.tail) for t in p.tasks]
