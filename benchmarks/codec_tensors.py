@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from jaxmoe import DecoderLM, codec, make_mesh  # noqa: E402
+from jaxmoe import DecoderLM, codec  # noqa: E402
 from jaxmoe.cli.common import prepare_devices  # noqa: E402
 from jaxmoe.config import ScheduleConfig  # noqa: E402
 from jaxmoe.measure.codec import bench_codec  # noqa: E402
@@ -28,8 +28,9 @@ from jaxmoe.plan.tasks import family  # noqa: E402
 from jaxmoe.planned.attention import AttentionVerbs  # noqa: E402
 from jaxmoe.planned.decoder import decoder_block, stack_parameters  # noqa: E402
 from jaxmoe.planned.layer import moe_verbs  # noqa: E402
-from jaxmoe.training.checkpoint import Checkpoints, read_config  # noqa: E402
+from jaxmoe.training.checkpoint import read_config  # noqa: E402
 from jaxmoe.training.data import load_corpus, train_iterator  # noqa: E402
+from jaxmoe.training.generate import trained_model  # noqa: E402
 
 MESSAGES = {"slots": "dispatch", "back": "combine"}   # families of values that are exchanged
 
@@ -38,10 +39,7 @@ def restored(run_dir: str):
     """The trained model in bfloat16, on one device, its config, and a batch of its training data."""
     cfg = read_config(Path(run_dir))
     prepare_devices(cfg)
-    model = DecoderLM(cfg, make_mesh(cfg), rngs=nnx.Rngs(0))
-    checkpoints = Checkpoints(run_dir)
-    checkpoints.restore_model(model)
-    checkpoints.close()
+    model = trained_model(run_dir, cfg)
     train = cfg.train.model_copy(update={"precision": "bfloat16"})
     cfg = cfg.model_copy(update={"train": train, "schedule": ScheduleConfig(segment=cfg.model.layers)})
     alone = DecoderLM(cfg, None, rngs=nnx.Rngs(0))

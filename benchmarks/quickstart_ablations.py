@@ -15,10 +15,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmoe import DecoderLM, MoE, make_mesh
+from jaxmoe import MoE
 from jaxmoe.cli.common import prepare_devices
-from jaxmoe.training.checkpoint import Checkpoints, read_config
+from jaxmoe.training.checkpoint import read_config
 from jaxmoe.training.data import heldout_batches, load_corpus, ngram_nats
+from jaxmoe.training.generate import trained_model
 
 
 @nnx.jit(static_argnames="alone")
@@ -52,10 +53,7 @@ def ablations(model, windows: list[np.ndarray]) -> dict[str, float]:
 def main(run_dir: str) -> None:
     cfg = read_config(Path(run_dir))
     prepare_devices(cfg)
-    model = DecoderLM(cfg, make_mesh(cfg), rngs=nnx.Rngs(0))
-    checkpoints = Checkpoints(run_dir)
-    checkpoints.restore_model(model)
-    checkpoints.close()
+    model = trained_model(run_dir, cfg)
     corpus = load_corpus(cfg)
     windows = heldout_batches(corpus.heldout, cfg.model.seq, cfg.train.batch, cfg.train.eval_batches)
     found = ablations(model, windows)

@@ -49,25 +49,33 @@ def sample(
     return text[len(tokens):]
 
 
-def generate(
-    run_dir: str, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0, top_k: int | None = None
-) -> str:
-    """The text that the run's newest checkpoint writes after `prompt`, of which the last model.seq tokens count."""
+def trained_model(run_dir: str, cfg: Any) -> Any:
+    """The model of the run's newest checkpoint, on the mesh of cfg. Raises ValueError if there is none."""
     from ..mesh import make_mesh
     from ..models.decoder import DecoderLM
-    from .checkpoint import Checkpoints, has_checkpoints, read_config
-    from .data import make_codec
+    from .checkpoint import Checkpoints, has_checkpoints
 
-    cfg = read_config(run_dir)
     if not has_checkpoints(run_dir):
         raise ValueError(f"run_dir must hold a checkpoint, got {str(run_dir)!r}")
-    codec = make_codec(cfg.train.data.tokenizer)
     model = DecoderLM(cfg, make_mesh(cfg), rngs=nnx.Rngs(cfg.train.seed))
     checkpoints = Checkpoints(run_dir)
     try:
         checkpoints.restore_model(model)
     finally:
         checkpoints.close()
+    return model
+
+
+def generate(
+    run_dir: str, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0, top_k: int | None = None
+) -> str:
+    """The text that the run's newest checkpoint writes after `prompt`, of which the last model.seq tokens count."""
+    from .checkpoint import read_config
+    from .data import make_codec
+
+    cfg = read_config(run_dir)
+    model = trained_model(run_dir, cfg)
+    codec = make_codec(cfg.train.data.tokenizer)
     tokens = codec.encode(prompt.encode())
     drawn = sample(model, tokens, num_tokens, temperature, jax.random.key(seed), window=cfg.model.seq, top_k=top_k)
     return codec.decode(drawn)
