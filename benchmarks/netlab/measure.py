@@ -33,6 +33,7 @@ from jaxmoe.distributed import initialize  # noqa: E402
 from jaxmoe.measure.codec import bench_codec  # noqa: E402
 from jaxmoe.measure.modules import with_modules  # noqa: E402
 from jaxmoe.measure.profile import profile  # noqa: E402
+from jaxmoe.measure.training import random_batch  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
 from jaxmoe.plan import codec_policy  # noqa: E402
 from jaxmoe.plan.block import CLASSES  # noqa: E402
@@ -110,9 +111,7 @@ def stepper(cfg, mesh, plan) -> Callable:
     """Train steps of the plan, each on the same batch."""
     model, optimizer = init_state(cfg, mesh, plan)
     step = compiled_step(cfg, model, optimizer)
-    shape = (cfg.train.batch, cfg.model.seq + 1)
-    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, shape).astype(np.int32)
-    batch = jax.make_array_from_callback(shape, NamedSharding(mesh, P(("node", "gpu"))), lambda i: tokens[i])
+    batch = random_batch(cfg, mesh)
     return lambda: step(batch)["loss"]
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..compat import vary_over
-from ..mesh import batch_sharding, make_mesh, roles_of
+from ..mesh import make_mesh
 from ..plan.block import Block
 from ..plan.cluster import Cluster, Module
 from ..plan.cost import amount, module_of
@@ -30,6 +30,7 @@ from ..planning import coded
 from ..training.step import compiled_step, init_state
 from .layer import seconds_of
 from .profile import Fit, fit
+from .training import random_batch
 
 DEGREES = (1, 2, 4)
 Key = tuple[str, float]   # module, amount
@@ -64,8 +65,7 @@ def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int, known: frozense
     """Seconds of one task of each module and amount, less what a call that does nothing takes. known: modules to leave
     out."""
     model, optimizer = init_state(cfg, mesh, plan)
-    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (cfg.train.batch, cfg.model.seq + 1), np.int32)
-    batch = jax.make_array_from_callback(tokens.shape, batch_sharding(mesh, roles_of(cfg)), lambda at: tokens[at])
+    batch = random_batch(cfg, mesh)
     recorder = _Recorder(mesh, known)
     with watched(recorder.see):
         jax.block_until_ready(compiled_step(cfg, model, optimizer)(batch))

@@ -7,12 +7,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from ..mesh import batch_sharding, make_mesh, roles_of
 from ..plan.cluster import load_cluster
 from ..plan.simulate import simulate
 from ..training.step import compiled_step, init_state
 from .layer import seconds_of
+
+
+def random_batch(cfg: Any, mesh: Mesh) -> jax.Array:
+    """Tokens of one step, the same in every process."""
+    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (cfg.train.batch, cfg.model.seq + 1), np.int32)
+    return jax.make_array_from_callback(tokens.shape, batch_sharding(mesh, roles_of(cfg)), lambda at: tokens[at])
 
 
 def bench_train(cfg: Any, schedules: Sequence[str] = ("plain", "sequential", "pipemoe"),
@@ -23,9 +30,7 @@ def bench_train(cfg: Any, schedules: Sequence[str] = ("plain", "sequential", "pi
     predicted_seconds of the stack's tasks on `schedule.cluster` (modelled; without embedding, head and optimizer).
     """
     mesh = make_mesh(cfg)
-    sharding = batch_sharding(mesh, roles_of(cfg))
-    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (cfg.train.batch, cfg.model.seq + 1), np.int32)
-    batch = jax.make_array_from_callback(tokens.shape, sharding, lambda at: tokens[at])
+    batch = random_batch(cfg, mesh)
     calls, plans = {}, {}
     for kind in schedules:
         this = cfg.model_copy(update={"schedule": cfg.schedule.model_copy(update={"kind": kind}),
