@@ -15,16 +15,8 @@ from jaxmoe.plan.cluster import Overlap, load_cluster
 from jaxmoe.plan.cost import durations
 from jaxmoe.plan.orders import descend, list_order
 from jaxmoe.plan.schedules import SCHEDULES
-from jaxmoe.plan.simulate import (
-    Prepared,
-    Slowdown,
-    issue_order,
-    join,
-    pin,
-    simulate,
-    simulate_pass,
-    spans_of,
-)
+from jaxmoe.plan.simulate import Prepared, Slowdown, issue_order, join, simulate, simulate_pass
+from jaxmoe.plan.spans import pin, spans_of
 from jaxmoe.plan.tasks import STREAMS, Degrees, Pass, Span, Task
 
 

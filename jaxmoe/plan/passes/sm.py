@@ -14,7 +14,8 @@ from dataclasses import replace
 from ..cluster import Cluster
 from ..cost import durations
 from ..plan import Plan
-from ..simulate import Slowdown, candidates, issue_order, pin, simulate_pass, slowdown
+from ..simulate import Slowdown, issue_order, simulate_pass, slowdown
+from ..spans import candidates, pin
 from ..tasks import Pass, Span
 
 Ordered = tuple[tuple[str, ...], tuple[Span, ...]]

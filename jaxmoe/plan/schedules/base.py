@@ -13,7 +13,8 @@ from ..graph import task_graph
 from ..memory import Memory, estimate
 from ..orders import Order, Quick, fixed, improved
 from ..plan import Plan
-from ..simulate import Prepared, Slowdown, issue_order, pin, simulate_pass, sure_seconds
+from ..simulate import Prepared, Slowdown, issue_order, simulate_pass
+from ..spans import pin, sure_seconds
 from ..tasks import STREAMS, Degrees, Pass, Span, Task, TaskGraph
 
 DEGREES = (1, 2, 4, 8)
