@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import jax
@@ -75,3 +76,12 @@ def test_cases_name_tests_that_exist():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "tests" / "cases.md").read_text()))
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     assert len(named) > 30 and named <= set(re.findall(r"def (test_\w+)", tests))
+
+
+def test_the_installed_package_holds_every_package_of_the_tree():
+    """An editable install finds what a wheel would leave out."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = [*ROOT.glob("jaxmoe/**/__init__.py"), *ROOT.glob("kernels/**/__init__.py")]
+    written = {".".join(file.parent.relative_to(ROOT).parts) for file in files}
+    written = {name if name.startswith("jaxmoe") else f"jaxmoe.{name}" for name in written}
+    assert set(setuptools["packages"]) == written | {"jaxmoe.clusters"}
