@@ -55,12 +55,9 @@ class Slots:
 
 def exchange(slots_ECD: jax.Array, w: ExpertWeights, activation: str, roles: Roles) -> jax.Array:
     """dispatch, expert_gather, experts, expert_reduce, combine."""
-    (E, C, D), local = slots_ECD.shape, w.up_EDF.shape[0]
-    rows_ECD = all_to_all(slots_ECD, roles.expert).reshape(-1, local, C, D).swapaxes(0, 1).reshape(local, -1, D)
-    rows_ECD = all_gather(rows_ECD, roles.expert_shard, 1)
+    rows_ECD = all_gather(all_to_all(slots_ECD, roles.expert, 0, 1), roles.expert_shard, 1)
     out_ECD = reduce_scatter(experts(rows_ECD, w, activation), roles.expert_shard, 1)
-    out_ECD = out_ECD.reshape(local, -1, C, D).swapaxes(0, 1).reshape(E, C, D)
-    return all_to_all(out_ECD, roles.expert)
+    return all_to_all(out_ECD, roles.expert, 1, 0)
 
 
 def soft(x_TD, mixing: Mixing, groups: Groups, w: ExpertWeights, activation: str, roles: Roles) -> Moved:

@@ -40,7 +40,8 @@ LAYOUTS: dict[str, Dispatch] = {"slots": Slots(1.0), "ragged": Ragged()}
 def bench_layer(shape: Shape, routings: dict[str, float] = ROUTINGS, repeats: int = 7) -> list[dict[str, Any]]:
     """One row a layout and routing: seconds forward and forward + backward, with the bound's.
 
-    Expert parallelism over all devices, float32. routings: name -> exponent a of expert e's popularity (e + 1)^-a.
+    Expert parallelism over all devices, float32. rows: of the bound; padding: rows that the layout moves, over
+    those, for ragged in all rounds. routings: name -> exponent a of expert e's popularity (e + 1)^-a.
     """
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("device",), axis_types=(AxisType.Auto,))
@@ -48,13 +49,14 @@ def bench_layer(shape: Shape, routings: dict[str, float] = ROUTINGS, repeats: in
     for layout, dispatch in LAYOUTS.items():
         moe = MoE(shape.d_model, shape.d_ff, shape.num_experts, router=TopK(shape.k), dispatch=dispatch, mesh=mesh,
                   roles=Roles(data=("device",), expert=("device",)), rngs=nnx.Rngs(0))
-        held = _rows_held(dispatch, shape, count)
-        bound = _bound(shape, held)
+        multiplied = _rows_multiplied(dispatch, shape, count)
+        bound = _bound(shape, multiplied)
         for routing, exponent in routings.items():
+            held = _rows_held(dispatch, shape, count, exponent)
             calls = _layer(moe, shape, mesh, exponent) | bound
             seconds, spread = seconds_of(calls, repeats)
             rows.append({
-                "dispatch": layout, "routing": routing, "rows": held,
+                "dispatch": layout, "routing": routing, "rows": multiplied, "padding": held / multiplied,
                 "forward_seconds": seconds["forward"], "forward_bound_seconds": seconds["forward_bound"],
                 "forward_tokens_per_second": shape.tokens / seconds["forward"],
                 "forward_backward_seconds": seconds["both"], "bound_seconds": seconds["both_bound"],
@@ -78,11 +80,21 @@ def seconds_of(calls: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[
     return middle, {name: (max(t) - min(t)) / middle[name] for name, t in times.items()}
 
 
-def _rows_held(dispatch: Dispatch, shape: Shape, count: int) -> int:
+def _rows_multiplied(dispatch: Dispatch, shape: Shape, count: int) -> int:
     """Rows that experts multiply: slots, full or not, or the pairs."""
     if isinstance(dispatch, Slots):
         return count * shape.num_experts * dispatch.capacity(TopK(shape.k), shape.tokens // count, shape.num_experts)
     return shape.tokens * shape.k
+
+
+def _rows_held(dispatch: Dispatch, shape: Shape, count: int, exponent: float) -> int:
+    """Rows that are moved: slots, or those of buckets in all rounds."""
+    if isinstance(dispatch, Slots):
+        return _rows_multiplied(dispatch, shape, count)
+    sizes = shape.tokens // count, TopK(shape.k), shape.num_experts, count
+    device_SP = _popular(shape, exponent).reshape(count, -1) // (shape.num_experts // count)
+    fullest = max(np.bincount(device_P, minlength=count).max() for device_P in device_SP)
+    return -(-int(fullest) // dispatch.bucket_rows(*sizes)) * dispatch.buffer_rows(*sizes) * count
 
 
 def _layer(moe: MoE, shape: Shape, mesh: Mesh, exponent: float) -> dict[str, Callable[[], Any]]:

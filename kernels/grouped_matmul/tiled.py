@@ -1,4 +1,4 @@
-"""Functions of rows and their group's weights, in loops over as many row tiles as are in use.
+"""Functions of rows and their group's weights: for each group, in turn, loops over as many row tiles as are in use.
 
 Large tiles first, as adding to weights' gradients costs the same for any tile; then smaller ones, of which the smallest
 may reach past its group's end, so that it is merged into what is there. A loop does all stages of a tile: where devices
@@ -24,7 +24,6 @@ class Tile(NamedTuple):
 
     first: jax.Array
     rows: int
-    group: jax.Array
     inside: jax.Array | None
 
     def read(self, values):
@@ -59,8 +58,12 @@ def grouped_stages(stages: Sequence[Stage], x, w, sizes_E: jax.Array):
         """What each stage makes."""
         shapes = jax.eval_shape(lambda x, w: _chain(on_tile, x, w), x, jax.tree.map(lambda a: a[0], w))
         zeros = jax.tree.map(lambda a: _zeros(a.shape, a.dtype, x, w), shapes)
-        return _over_tiles(lambda made, tile: tile.write(made, _chain(on_tile, tile.read(x), _at(w, tile.group))),
-                           zeros, sizes_E, rows)
+
+        def group(made, w, start, end):
+            return _over_tiles(lambda made, tile: tile.write(made, _chain(on_tile, tile.read(x), w)),
+                               made, start, end, rows), None
+
+        return _over_groups(group, zeros, w, sizes_E)[0]
 
     def saving(x, w, sizes_E):
         made = forward(x, w, sizes_E)
@@ -68,18 +71,22 @@ def grouped_stages(stages: Sequence[Stage], x, w, sizes_E: jax.Array):
 
     def backward(saved, g):
         x, made, w, sizes_E = saved
-        zeros = (jax.tree.map(lambda a: _zeros(a.shape, a.dtype, x, g), x),
-                 jax.tree.map(lambda a: _zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32), g, w), w))
 
-        def step(grads, tile):
-            (gx, gw), g_tile, w_group = grads, tile.read(g), _at(w, tile.group)
-            for stage, value in zip(reversed(on_tile), reversed([x, *made]), strict=True):
-                g_tile, part = jax.vjp(stage, tile.read(value), w_group)[1](g_tile)
-                gw = jax.tree.map(lambda a, b: _added(a, tile.group, b), gw, part)
-            return tile.write(gx, g_tile), gw
+        def group(gx, w, start, end):
+            zeros = jax.tree.map(lambda a: _zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32), g, a), w)
 
-        gx, gw = _over_tiles(step, zeros, sizes_E, rows)
-        return gx, jax.tree.map(lambda a, b: a.astype(b.dtype), gw, w), None
+            def step(grads, tile):
+                (gx, gw), g_tile = grads, tile.read(g)
+                for stage, value in zip(reversed(on_tile), reversed([x, *made]), strict=True):
+                    g_tile, part = jax.vjp(stage, tile.read(value), w)[1](g_tile)
+                    gw = jax.tree.map(jnp.add, gw, part)
+                return tile.write(gx, g_tile), gw
+
+            gx, gw = _over_tiles(step, (gx, zeros), start, end, rows)
+            return gx, jax.tree.map(lambda a, b: a.astype(b.dtype), gw, w)
+
+        zeros = jax.tree.map(lambda a: _zeros(a.shape, a.dtype, x, g), x)
+        return *_over_groups(group, zeros, w, sizes_E), None
 
     run.defvjp(saving, backward)
     return run(x, w, sizes_E)
@@ -94,45 +101,34 @@ def _chain(stages: Sequence[Stage], value, w) -> list:
     return made
 
 
-def _over_tiles(step: Callable, carry, sizes_E: jax.Array, rows: int):
-    """carry = step(carry, tile) over the tiles in use."""
+def _over_groups(group: Callable, carry, w, sizes_E: jax.Array):
+    """carry, out = group(carry, w, start, end) for the matrices and rows of each group in turn; out stacked."""
     ends_E = jnp.cumsum(sizes_E)
-    starts_E = ends_E - sizes_E
+    return jax.lax.scan(lambda carry, of_group: group(carry, *of_group), carry, (w, ends_E - sizes_E, ends_E))
+
+
+def _over_tiles(step: Callable, carry, start: jax.Array, end: jax.Array, rows: int):
+    """carry = step(carry, tile) over tiles of the rows start to end, of so many rows of all groups."""
+
+    def whole(size: int, start: jax.Array):
+        return lambda i, carry: step(carry, Tile(start + i * size, size, None))
+
+    def last(size: int, start: jax.Array):
+        def body(i, carry):
+            at = start + i * size
+            first = jnp.minimum(at, rows - size)
+            place = first + jnp.arange(size)
+            return step(carry, Tile(first, size, ((place >= at) & (place < end))[:, None]))
+
+        return body
+
     for size in TILE_ROWS[:-1]:
         if size <= rows:
-            counts_E = (ends_E - starts_E) // size
-            carry = _loop(step, carry, starts_E, counts_E, size)
-            starts_E = starts_E + counts_E * size
+            count = (end - start) // size
+            carry = jax.lax.fori_loop(0, count, whole(size, start), carry)
+            start = start + count * size
     size = min(TILE_ROWS[-1], rows)
-    return _loop(step, carry, starts_E, -(-(ends_E - starts_E) // size), size, ends_E, rows)
-
-
-def _loop(step: Callable, carry, starts_E, counts_E, size: int, ends_E: jax.Array | None = None,
-          rows: int = 0):
-    """Over counts_E[g] tiles of each group g, from starts_E[g] on. ends_E: None = no tile reaches past it; rows: of
-    all."""
-    last_E = jnp.cumsum(counts_E)
-
-    def body(i, carry):
-        group = (i >= last_E).sum()
-        start = _at(starts_E, group) + (i - _at(last_E - counts_E, group)) * size
-        if ends_E is None:
-            return step(carry, Tile(start, size, group, None))
-        first = jnp.minimum(start, rows - size)
-        place = first + jnp.arange(size)
-        return step(carry, Tile(first, size, group, ((place >= start) & (place < _at(ends_E, group)))[:, None]))
-
-    return jax.lax.fori_loop(0, last_E[-1], body, carry)
-
-
-def _added(a: jax.Array, i, b: jax.Array) -> jax.Array:
-    """a with b added to a[i]; of one entry without an index, which XLA:CPU would copy it for."""
-    return a + b if a.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(a, _at(a, i) + b, i, 0)
-
-
-def _at(values, i):
-    return jax.tree.map(lambda a: a[0] if a.shape[0] == 1 else jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False),
-                        values)
+    return jax.lax.fori_loop(0, -(-(end - start) // size), last(size, start), carry)
 
 
 def _zeros(shape: tuple[int, ...], dtype, *like) -> jax.Array:
