@@ -116,22 +116,26 @@ def stepper(cfg, mesh, plan) -> Callable:
 
 
 def fitted(mesh, repeats: int) -> Cluster:
-    """The cluster with modules of CONFIG's model, uncoded and coded."""
+    """The cluster with modules of CONFIG's model, raw and coded."""
     cfg, cluster = load_config(CONFIG), measured_cluster(mesh, 3)
-    cluster, _ = with_modules(cfg, cluster, repeats, (1, 4))
-    coded = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": CODED})})
-    return with_modules(coded, cluster, repeats, (2,))[0]
+    for kind, degrees in (("raw", (1, 4)), (CODED, (2,))):
+        one = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
+        cluster, _ = with_modules(one, cluster, repeats, degrees)
+    return cluster
 
 
 def plans_of(cfg, cluster: Cluster) -> dict[str, Plan]:
-    """Uncoded plans of several schedules, and the planner's with each class of tensors coded where that pays."""
+    """Raw plans of several schedules, and coded ones, each class of tensors where that pays."""
     block = block_of(cfg, cluster)
-    formats = codec_policy.codec_of(codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, "auto")))
-    found = {name: PLANNERS[name](block, cluster) for name in ("sequential", "pipemoe", "fsmoe", "auto")}
-    found["sp-moe"] = PLANNERS["sp-moe"](replace(block, chunk="sequence"), cluster)
-    what = ", ".join(f"{tensors} {fmt}" for tensors, fmt in formats) or "nothing"
+    asked = lambda kind: dict(codec_policy.codec_of(  # noqa: E731
+        codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, kind))))
+    raw, formats = asked("raw"), asked("auto")
+    uncoded, coded = (replace(block, codec=tuple(c.items())) for c in (raw, raw | formats))
+    found = {name: PLANNERS[name](uncoded, cluster) for name in ("sequential", "pipemoe", "fsmoe", "auto")}
+    found["sp-moe"] = PLANNERS["sp-moe"](replace(uncoded, chunk="sequence"), cluster)
+    what = ", ".join(f"{tensors} {fmt}" for tensors, fmt in formats.items()) or "nothing"
     for name in ("sequential", "auto"):
-        found[f"{name}, {what} coded"] = PLANNERS[name](replace(block, codec=formats), cluster)
+        found[f"{name}, {what} coded"] = PLANNERS[name](coded, cluster)
     return found
 
 
