@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .collectives import all_gather
+from .collectives import after, all_gather, turn
 from .dispatch import Dispatch, Slots
 from .experts import ExpertWeights, experts
 from .mesh import Roles, axes_size
@@ -169,6 +169,8 @@ def _local(spec: Spec, groups: Groups, router, bias_E, key, w: ExpertWeights, by
     y_TD, dropped = spec.dispatch(tokens.x_TD.astype(spec.dtype), routing, spec.router, groups, w, spec.activation,
                                   spec.roles)
     fair_load = spec.router.pairs_per_token(spec.num_experts) * groups.tokens / spec.num_experts
+    if spec.in_turn:
+        routing = after(routing, turn(y_TD))
     aux = statistics(routing, tokens, groups, dropped, bad_T.sum(), spec.load_balance, spec.roles.token_axes, fair_load)
     return outputs_of(y_TD, tokens.valid_T, bad_T, x_BSD.shape[:2], groups).astype(x_BSD.dtype), aux
 

@@ -50,6 +50,11 @@ class Spec:
         self.router.weights(self.d_model, self.num_experts)   # raises for numbers that do not fit
 
     @property
+    def in_turn(self) -> bool:
+        """Whether collectives must wait for loops that hold some: see `jaxmoe.collectives.turns`."""
+        return self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def expert_specs(self) -> ExpertWeights:
         """Shardings of the experts' weights; as gate_EDF has up_EDF's, it is there even where the weight is not."""
         stored = self.roles.expert_fsdp

@@ -12,3 +12,5 @@ from .plain import own_part as own_part
 from .plain import pmax as pmax
 from .plain import psum as psum
 from .stepwise import all_to_all_gather as all_to_all_gather
+from .turns import after as after
+from .turns import turn as turn

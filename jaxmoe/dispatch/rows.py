@@ -13,19 +13,18 @@ from ..types import RowIndex
 UNROLLED_CHOICES = 8
 
 
-def with_zero_row(x_RD: jax.Array) -> jax.Array:
-    """x_RD and one row of zeros, at which empty entries of an index point."""
-    return jnp.concatenate([x_RD, jnp.zeros_like(x_RD[:1])])
+def rows_at(x_RD: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x_RD; an index of R points at a row of zeros, which needs no copy of x_RD that holds one."""
+    return x_RD.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def sum_over_choices(rows_RD, row_TK, weights_TK=None) -> jax.Array:
     """sum_k weights_TK * rows_RD[row_TK] in at least float32, k in order; without weights, the sum of the rows."""
     K, num_rows = row_TK.shape[1], rows_RD.shape[0]
     wide = jnp.promote_types(rows_RD.dtype, jnp.float32)
-    rows_RD = with_zero_row(rows_RD)
 
     def term(row_T, weight_T):
-        rows_TD = rows_RD[row_T].astype(wide)
+        rows_TD = rows_at(rows_RD, row_T).astype(wide)
         return rows_TD if weight_T is None else weight_T[:, None].astype(wide) * rows_TD
 
     total_TD = term(row_TK[:, 0], None if weights_TK is None else weights_TK[:, 0])
@@ -42,7 +41,7 @@ def sum_over_choices(rows_RD, row_TK, weights_TK=None) -> jax.Array:
 @jax.custom_vjp
 def pack(x_TD: jax.Array, where: RowIndex) -> jax.Array:
     """Rows of x_TD in the layout's order [R, D]; empty rows are zero."""
-    return with_zero_row(x_TD)[where.pair_R // where.row_TK.shape[1]]
+    return rows_at(x_TD, where.pair_R // where.row_TK.shape[1])
 
 
 def _pack_fwd(x_TD, where):
@@ -70,7 +69,7 @@ def _unpack_bwd(saved, g_TD):
     y_RD, weights_TK, where = saved
     K = weights_TK.shape[1]
     weight_R = jnp.append(weights_TK.reshape(-1), jnp.zeros_like(weights_TK[0, 0]))[where.pair_R]
-    g_RD = with_zero_row(g_TD)[where.pair_R // K]
+    g_RD = rows_at(g_TD, where.pair_R // K)
     # <y, g> row by row, then one number a pair is gathered instead of K rows a token.
     dot_R = (y_RD.astype(g_TD.dtype) * g_RD).sum(-1)
     g_weights_TK = jnp.append(dot_R, jnp.zeros_like(dot_R[:1]))[where.row_TK]

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..collectives import Counters, added, no_counters, pmax, psum
+from ..collectives import Counters, added, after, no_counters, pmax, psum, turn
 from ..compat import vary_like, vary_over
 from .block import Block, pieces
 from .plan import Plan
-from .streams import Env, issue
+from .streams import Call, Env, in_turns, issue
 from .tasks import INTEGERS, Pass, Span, Task, family
 
 Counts = dict[str, Counters]   # by tensor class
@@ -36,10 +36,12 @@ class Verb(NamedTuple):
     run(task, reads, consts): values of task.writes. pull(task, cotangents, values, consts): cotangents of what the
     backward task writes, from those of what the forward task wrote and the values it needs; None = the VJP of `run`,
     for tasks whose reads are all among the needed values. consts: arrays without gradients, see `stack`.
+    holds_collectives: whether compute tasks of the verb have some, such as in a loop or a conditional.
     """
 
     run: Callable[..., tuple]
     pull: Callable[..., tuple] | None = None
+    holds_collectives: bool = False
 
 
 Verbs = Mapping[str, Verb]
@@ -59,19 +61,20 @@ def watched(watch: Watch) -> Iterator[None]:
         _watch.reset(token)
 
 
-def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any, Counts]]:
+def stack(plan: Plan, verbs: Verbs, in_turn: bool = False) -> Callable[..., tuple[jax.Array, Any, Counts]]:
     """f(x_BSD, params, consts, layered, sink=None) -> x_BSD, aux with a leading dim over layers, counted; to be called
     inside shard_map.
 
     counted: tensor class -> counters of the coded collectives of the forward pass, with a leading dim over segments,
     means over devices (of pools, the fullest). Those of the backward pass are the gradient of sink, `no_counts(block)`.
     params: name -> [layers, ...]; consts, layered: trees of arrays without gradients, the same in all layers, or with a
-    leading dim over them. Verbs get both, as one dict.
+    leading dim over them. Verbs get both, as one dict. in_turn: whether collectives wait for one another as data, where
+    compute tasks hold some: see `jaxmoe.collectives.turns`.
     """
     plan.check()
     block, segment = plan.block, plan.block.segment
     count = block.layers // segment
-    run = _Program(plan, verbs)
+    run = _Program(plan, verbs, in_turn)
 
     @jax.custom_vjp
     def f(x_BSD, params, consts, layered, sink):
@@ -84,7 +87,8 @@ def stack(plan: Plan, verbs: Verbs) -> Callable[..., tuple[jax.Array, Any, Count
 
         x_BSD, (aux, saved, counted) = _scan(body, x_BSD, (by_segment(params), by_segment(layered)), count)
         aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
-        return (x_BSD, aux, over_devices(counted, block)), (saved, params, consts, layered)
+        counted = over_devices(counted, block)
+        return (run.last(x_BSD, counted), aux, counted), (saved, params, consts, layered)
 
     def backward(residuals, cotangents):
         saved, params, consts, layered = residuals
@@ -160,8 +164,9 @@ def _put(grads: Env, new: Env, n) -> Env:
 class _Program:
     """A segment's forward and backward pass on dicts of named values."""
 
-    def __init__(self, plan: Plan, verbs: Verbs):
+    def __init__(self, plan: Plan, verbs: Verbs, in_turn: bool):
         self.plan, self.verbs, self.block, self.graph = plan, verbs, plan.block, plan.graph
+        self.in_turn = in_turn and any(v.holds_collectives for v in verbs.values())
         first, last = "@0", f"@{self.block.segment}"
         made = [v for t in self.graph.forward.tasks for v in t.writes]
         self.outputs = [v for v in made if family(v) == "x" and v.endswith(last)]
@@ -177,7 +182,7 @@ class _Program:
     def forward(self, x_BSD, params, consts, layered):
         """x_BSD, (aux of each layer, saved values, counters)."""
         env = self._params(params) | dict(zip(self.inputs, self._split(x_BSD), strict=True))
-        finish = self._run(self.graph.forward, self.plan.forward, self.plan.forward_spans, env, consts, layered)
+        finish = self._run(self.graph.forward, self.plan.forward, self.plan.forward_spans, env, consts, layered, x_BSD)
         aux = jax.tree.map(lambda *a: jnp.stack(a), *(env[v] for v in self.aux))
         return finish(self._join([env[v] for v in self.outputs])), (aux, self._saved(env), self._counted(env))
 
@@ -193,7 +198,7 @@ class _Program:
         else:
             env |= {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
         spans = tuple(s for s in self.plan.backward_spans if s.task in set(order))
-        finish = self._run(pass_, order, spans, env, consts, layered)
+        finish = self._run(pass_, order, spans, env, consts, layered, (dx_BSD, saved))
         layers = range(self.block.segment)
         own = {p.name: jnp.stack([env[f"d:{p.name}@{i}"] for i in layers]) for p in self.block.params}
         dx_BSD = finish(self._join([env[f"d:{v}"] for v in self.inputs]))
@@ -208,9 +213,9 @@ class _Program:
         """The gradients of the last segment, beside which nothing is left to run, and counters."""
         env = {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
         with jax.named_scope(TAIL):
+            call = self._calls(lambda task, reads: self._call(task, reads, consts), pending)
             for task in self.graph.tail.tasks:
-                reads = tuple(env[v] for v in task.reads)
-                env |= dict(zip(task.writes, self._call(task, reads, consts), strict=True))
+                env |= dict(zip(task.writes, call(task, tuple(env[v] for v in task.reads)), strict=True))
         return self._whole(env), self._counted(env)
 
     def _counted(self, env: Env) -> Counts:
@@ -268,14 +273,23 @@ class _Program:
             env |= {_chunk(v, i): tree.unflatten([c[i] for c in cut]) for i in range(degree)}
         return env
 
-    def _run(self, pass_: Pass, order: Sequence[str], spans: Sequence[Span], env: Env, consts, layered) -> Callable:
-        """Run tasks, which adds to env; returns what ties a result of the pass to the end of every stream."""
+    def _run(self, pass_: Pass, order: Sequence[str], spans: Sequence[Span], env: Env, consts, layered,
+             start) -> Callable:
+        """Run tasks, which adds to env, once start is there; returns what ties a result of the pass to the end of every
+        stream."""
 
         def call(task: Task, reads: tuple) -> tuple:
             with jax.named_scope(scope(task)):
                 return self._call(task, reads, consts | jax.tree.map(lambda a: a[task.layer], layered))
 
-        return issue(pass_, order, spans, env, call, self.plan.barriers)
+        return issue(pass_, order, spans, env, self._calls(call, start), self.plan.barriers)
+
+    def _calls(self, call: Call, start) -> Call:
+        return in_turns(call, lambda t: self.verbs[t.verb].holds_collectives, start) if self.in_turn else call
+
+    def last(self, values, earlier):
+        """values, once what came earlier is there, if collectives take turns."""
+        return after(values, turn(earlier)) if self.in_turn else values
 
     def _call(self, task: Task, reads: tuple, consts) -> tuple:
         """What the task writes."""

@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..collectives import after, turn
 from ..compat import vary_like, varying_axes
 from .tasks import Pass, Span, Task
 
 Env = dict[str, Any]
+Call = Callable[[Task, tuple], tuple]   # what the task writes, of what it reads
 
 
-def issue(pass_: Pass, order, spans, env: Env, call: Callable[[Task, tuple], tuple], barriers: bool) -> Callable:
+def issue(pass_: Pass, order, spans, env: Env, call: Call, barriers: bool) -> Callable:
     """Run tasks in order, tied as the module's doc says. Values of env are added to where they are cotangents."""
     if not barriers:
         for name in order:
@@ -42,6 +44,27 @@ def issue(pass_: Pass, order, spans, env: Env, call: Callable[[Task, tuple], tup
     return streams.finish
 
 
+def in_turns(call: Call, holds_collectives: Callable[[Task], bool], start: Any) -> Call:
+    """call, in which collectives and tasks that hold some wait for one another as data, the first for start. A compute
+    task's parameters do not wait."""
+    last = turn(start)
+
+    def run(task: Task, reads: tuple) -> tuple:
+        nonlocal last
+        if not task.is_collective and not holds_collectives(task):
+            return call(task, reads)
+        outs = call(task, tuple(wait(task, v, r) for v, r in zip(task.reads, reads, strict=True)))
+        last = last | turn(outs)
+        return outs
+
+    def wait(task: Task, name: str, value):
+        if not name.startswith("p:"):
+            return after(value, last)
+        return after(vary_like(value, last), last) if task.is_collective else value   # gathered, and then varying
+
+    return run
+
+
 class _Streams:
     """The tasks in flight, and a token for each stream that says how far it has come.
 
@@ -50,7 +73,7 @@ class _Streams:
     end; so the last tokens must be used by a result (`finish`).
     """
 
-    def __init__(self, env: Env, call: Callable[[Task, tuple], tuple]):
+    def __init__(self, env: Env, call: Call):
         self.env, self.call = env, call
         self.tokens: dict[str, jax.Array] = {}
         self.ending: dict[str, list[tuple[Task, tuple]]] = {}

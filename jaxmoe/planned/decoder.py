@@ -72,7 +72,7 @@ def planned_stack(
     groups = spec.groups(B, S)
     verbs = moe_verbs(plan, spec, groups, attention.norm_eps)
     verbs = verbs | replace(attention, block=plan.block, degrees=plan.degrees).table()
-    run = stack(plan, verbs)
+    run = stack(plan, verbs, spec.in_turn)
 
     def local(x_BSD, params, tokens, sequences, layered, sink):
         x_BSD, aux, counted = run(x_BSD, params, with_group(tokens | sequences, plan.block), layered, sink)

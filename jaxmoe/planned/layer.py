@@ -47,7 +47,7 @@ def planned_layer(
         params["w_gate_EDF"] = w.gate_EDF
     consts = with_group({n: a for n, a in by_token.items() if n != "x"}, plan.block)
     layered = {n: a[None] for n, a in (("bias", bias_E), ("key", key)) if a is not None}
-    run = stack(plan, moe_verbs(plan, spec, groups))
+    run = stack(plan, moe_verbs(plan, spec, groups), spec.in_turn)
     x_BSD = by_token["x"]
     y_BSD, aux, counted = run(x_BSD, jax.tree.map(lambda a: a[None], params), consts, layered)
     aux = aux._replace(metrics=aux.metrics | metrics_of(counted))

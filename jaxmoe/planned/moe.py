@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from .shared_slots import BY_TOKEN, own_tokens
 
 
 class Layout(Protocol):
-    """A way of moving tokens to experts and back, in chunks."""
+    """A way of moving tokens to experts and back, in chunks. holds_collectives: `choose` and `combine` do."""
+
+    holds_collectives: ClassVar[bool]
 
     def choose(self, routing: Routing, groups: Groups) -> tuple[dict[str, Any], jax.Array]:
         """Where pairs go, and how many of this device's go nowhere."""
@@ -53,9 +55,10 @@ class MoEVerbs:
     def table(self) -> dict[str, Verb]:
         return {
             "token_gather": Verb(self.gather, self.gather_gradient),
-            "route": Verb(self.route), "tally": Verb(self.tally), "losses": Verb(self.losses),
+            "route": Verb(self.route, holds_collectives=self.layout.holds_collectives),
+            "tally": Verb(self.tally), "losses": Verb(self.losses),
             "statistics": Verb(self.statistics, self.statistics_gradient),
-            "unpack": Verb(self.unpack, self.unpack_gradient),
+            "unpack": Verb(self.unpack, self.unpack_gradient, self.layout.holds_collectives),
             "shared_up": Verb(self.shared_up), "shared_down": Verb(self.shared_down),
         }
 

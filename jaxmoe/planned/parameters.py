@@ -39,7 +39,9 @@ def parameter_verbs(block: Block) -> dict[str, Verb]:
         done, counters = (reduced(pieces), []) if codec is None else reduced_coded(pieces, codec)
         return (*(done[v] for v in names), *vary_over(_counted(task, counters), everywhere))
 
-    return {"param_gather": Verb(gather), "grad_reduce": Verb(reduce)}
+    coded = dict(block.codec)
+    return {"param_gather": Verb(gather, holds_collectives="parameters" in coded),
+            "grad_reduce": Verb(reduce, holds_collectives="gradients" in coded)}
 
 
 SMALL = 2**18   # values; smaller pieces are reduced together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class RaggedLayout:
     block: Block
     degrees: Degrees
     spec: Spec
+    holds_collectives: ClassVar[bool] = True
 
     @property
     def chunks(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class SlotsLayout:
     block: Block
     degrees: Degrees
     spec: Spec
+    holds_collectives: ClassVar[bool] = False
 
     @property
     def cuts(self) -> int:
