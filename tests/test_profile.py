@@ -42,6 +42,8 @@ def test_profile_on_simulated_devices():
     assert all(np.isfinite(f.r2) for f in fits)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.matmul.origin) == (2, 4, "measured")
     assert cluster.inter.all_to_all is not None and cluster.inter.all_to_all.seconds_per_byte > 0
+    assert cluster.contention is not None
+    assert cluster.contention.compute_slowdown is not None and 1 <= cluster.contention.compute_slowdown <= 2
     assert Cluster.from_toml(cluster.to_toml()) == cluster
     assert "inter.all_reduce" in as_text(fits)
 

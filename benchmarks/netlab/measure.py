@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from jaxmoe import collectives, load_config  # noqa: E402
+from jaxmoe.config import Config  # noqa: E402
 from jaxmoe.distributed import initialize  # noqa: E402
 from jaxmoe.measure.codec import bench_codec  # noqa: E402
 from jaxmoe.measure.modules import with_modules  # noqa: E402
@@ -72,7 +73,8 @@ def ratio(times: list[float], base: list[float]) -> str:
 def collective_rows(mesh, values: int, repeats: int) -> list[list[str]]:
     """Between hosts, on `values` normally distributed bfloat16 values of each device."""
     spec = P(("node", "gpu"))
-    make = jax.jit(lambda: (0.02 * jax.random.normal(jax.random.key(0), (4 * values // 256, 256))).astype(jnp.bfloat16),
+    shape = (mesh.size * values // 256, 256)
+    make = jax.jit(lambda: (0.02 * jax.random.normal(jax.random.key(0), shape)).astype(jnp.bfloat16),
                    out_shardings=NamedSharding(mesh, spec))
     x, rows = make(), []
     for name in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
@@ -115,10 +117,15 @@ def stepper(cfg, mesh, plan) -> Callable:
     return lambda: step(batch)["loss"]
 
 
+def config(overrides: tuple[str, ...] = ()) -> Config:
+    """CONFIG for as many hosts as there are."""
+    return load_config(CONFIG, [f"mesh.axes={{node={os.environ['NETLAB_HOSTS']},gpu=2}}", *overrides])
+
+
 def fitted(mesh, repeats: int) -> Cluster:
     """The cluster with modules of CONFIG's model, raw and coded."""
-    cfg, cluster = load_config(CONFIG), measured_cluster(mesh, 3)
-    for kind, degrees in (("raw", (1, 4)), (CODED, (2,))):
+    cfg, cluster = config(), measured_cluster(mesh, 3)
+    for kind, degrees in (("raw", (1, 2, 4, 8)), (CODED, (2,))):
         one = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
         cluster, _ = with_modules(one, cluster, repeats, degrees)
     return cluster
@@ -146,7 +153,7 @@ def step_rows(mesh, repeats: int, overrides: list[str]) -> list[list[str]]:
     sequential one's takes more than predicted.
     """
     cluster = fitted(mesh, repeats)
-    cfg = load_config(CONFIG, overrides)
+    cfg = config(tuple(overrides))
     plans = plans_of(cfg, cluster)
     times = interleaved({name: stepper(cfg, mesh, plan) for name, plan in plans.items()}, repeats)
     rest = max(median(times["sequential"]) - simulate(plans["sequential"], cluster).makespan, 0.0)
@@ -176,7 +183,7 @@ def main() -> None:
     args = parser.parse_args()
     environ = os.environ
     initialize(environ["NETLAB_COORDINATOR"], int(environ["NETLAB_HOSTS"]), int(environ["NETLAB_RANK"]))
-    mesh = make_mesh(load_config(CONFIG))
+    mesh = make_mesh(config())
     rows = collective_rows(mesh, args.values, args.repeats) if args.what == "collectives" else step_rows(
         mesh, args.repeats, args.model)
     if jax.process_index() == 0:

@@ -86,7 +86,8 @@ def profile(
     config: Annotated[Path | None, typer.Option(help="A model whose planned tasks are measured as well.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure collectives, matrix products and copies on the present devices; fit α and β; write a cluster file."""
+    """Measure collectives, matrix products and copies on the present devices, and how much longer they take beside each
+    other; fit α and β; write a cluster file."""
     import jax
 
     if pin_cpu_without_gpu():
@@ -103,8 +104,10 @@ def profile(
         cluster, found = with_modules(load_config(config), cluster)
         fits = [*fits, *found]
     out.write_text(cluster.to_toml())
-    found = {"out": str(out), "fits": [dataclasses.asdict(f) for f in fits]}
-    print(json.dumps(found) if as_json else f"{as_text(fits)}\nwritten to {out}")
+    slower = cluster.contention.compute_slowdown if cluster.contention else None
+    found = {"out": str(out), "fits": [dataclasses.asdict(f) for f in fits], "slower_together": slower}
+    beside = f"a product and an All-to-All take {slower:.2f} times as long beside each other\n" if slower else ""
+    print(json.dumps(found) if as_json else f"{as_text(fits)}\n{beside}written to {out}")
 
 
 @app.command()

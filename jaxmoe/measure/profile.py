@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import collectives
 from ..compat import vary_like
-from ..plan.cluster import AlphaBeta, Cluster, Device, Link, LinkName, Matmul, Memory
+from ..plan.cluster import AlphaBeta, Cluster, Contention, Device, Link, LinkName, Matmul, Memory
 from ..plan.cost import COLLECTIVES, bytes_sent
 from .layer import seconds_of
 
@@ -44,7 +44,8 @@ class Fit:
 def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequence[int] = SIZES,
             widths: Sequence[int] = (128, 256, 512, 1024), repeats: int = 7,
             dtype: Any = jnp.float32) -> tuple[Cluster, list[Fit]]:
-    """A cluster with origin "measured", and the fits that it holds.
+    """A cluster with origin "measured", and the fits that it holds; contention is that of the link between nodes, or of
+    the only link.
 
     links: mesh axis -> link; collectives run over all axes of a link at once. sizes: bytes of a device's operand.
     widths: of square matrix products on every device at once. In a run of several processes all call this; the first
@@ -57,7 +58,16 @@ def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequenc
             fits.append(_measure(f"{link}.{kind}", partial(_collective, mesh, axes, kind, dtype), sizes, repeats))
     fits.append(_measure("matmul", partial(_matmul, mesh, dtype), widths, repeats))
     fits.append(_measure("memory", partial(_copy, mesh, dtype), sizes, repeats))
-    return _cluster(mesh, links, name, {f.what: f for f in fits}), fits
+    by_name = {f.what: f for f in fits}
+    cluster = _cluster(mesh, links, name, by_name)
+    if links:
+        link = "inter" if "inter" in links.values() else "intra"
+        axes = tuple(a for a in mesh.axis_names if links.get(a) == link)
+        slower = _slower_together(mesh, axes, by_name[f"{link}.all_to_all"], by_name["matmul"], sizes[-1], widths,
+                                  repeats, dtype)
+        both = Contention(origin="measured", sms_for_links={}, link_slowdown=slower, compute_slowdown=slower)
+        cluster = cluster.model_copy(update={"contention": both})
+    return cluster, fits
 
 
 def axes_of(text: str) -> tuple[Mesh, dict[str, LinkName]]:
@@ -119,7 +129,7 @@ def _on_every_device(mesh: Mesh, body: Callable, *shapes: tuple[int, ...], dtype
     spec = P(mesh.axis_names)
 
     def call(*blocks):
-        return vary_like(body(*(b[0] for b in blocks)), blocks[0])[None]
+        return jax.tree.map(lambda y: vary_like(y, blocks[0])[None], body(*(b[0] for b in blocks)))
 
     mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(spec,) * len(shapes), out_specs=spec))
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -139,6 +149,35 @@ def _collective(mesh: Mesh, axes: tuple[str, ...], kind: str, dtype: Any, size: 
 
 def _matmul(mesh: Mesh, dtype: Any, width: int):
     return _on_every_device(mesh, jnp.matmul, (width, width), (width, width), dtype=dtype), 2.0 * width**3
+
+
+def _slower_together(mesh: Mesh, axes: tuple[str, ...], link: Fit, matmul: Fit, size: int, widths: Sequence[int],
+                     repeats: int, dtype: Any) -> float:
+    """Factor on an All-to-All's and a product's time while both run, the same for both: 1 if they do not disturb each
+    other, 2 if they might as well take turns.
+
+    Of an All-to-All of the largest `size`, and of as many products of one width, in turn, as take about as long.
+    """
+    sent = partial(collectives.all_to_all, axes=axes)
+    group = prod(mesh.shape[a] for a in axes)
+    rows = (group, max(1, size // jnp.dtype(dtype).itemsize // group))
+    alone = dict(zip(widths, matmul.seconds, strict=True))
+    width = max([w for w in widths if alone[w] <= link.seconds[-1]], default=min(widths))
+    count = max(1, round(link.seconds[-1] / alone[width]))
+
+    def products(a, b):
+        for _ in range(count):
+            a = a @ b
+        return a
+
+    square = (width, width)
+    calls = {"link": _on_every_device(mesh, sent, rows, dtype=dtype),
+             "compute": _on_every_device(mesh, products, square, square, dtype=dtype),
+             "both": _on_every_device(mesh, lambda x, a, b: (sent(x), products(a, b)), rows, square, square,
+                                      dtype=dtype)}
+    seconds, _ = seconds_of(calls, repeats)
+    shorter, longer = sorted((seconds["link"], seconds["compute"]))
+    return min(2.0, max(1.0, 1 + (seconds["both"] - longer) / shorter))
 
 
 def _copy(mesh: Mesh, dtype: Any, size: int):
