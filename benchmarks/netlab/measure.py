@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("what", choices=HEADS)
     parser.add_argument("--values", type=int, default=2**20, help="collectives: values of a device")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--model", nargs="*", default=["model.layers=2", "moe.d_ff=512"],
+    parser.add_argument("--model", nargs="*", default=["model.layers=2", "moe.d_ff=128", "train.batch=32"],
                         help="steps: overrides of configs/netlab.toml, on which the cluster is fitted")
     args = parser.parse_args()
     environ = os.environ

@@ -24,6 +24,7 @@ from ..plan.cost import COLLECTIVES, bytes_sent
 from .layer import seconds_of
 
 SIZES = tuple(2**i for i in range(14, 24, 2))
+LEAST = 16   # products beside an exchange: XLA:CPU runs the operations of short programs one after the other
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,8 @@ def _slower_together(mesh: Mesh, axes: tuple[str, ...], link: Fit, matmul: Fit, 
     group = prod(mesh.shape[a] for a in axes)
     rows = (group, max(1, size // jnp.dtype(dtype).itemsize // group))
     alone = dict(zip(widths, matmul.seconds, strict=True))
-    width = max([w for w in widths if alone[w] <= link.seconds[-1]], default=min(widths))
-    count = max(1, round(link.seconds[-1] / alone[width]))
+    width = max([w for w in widths if LEAST * alone[w] <= link.seconds[-1]], default=min(widths))
+    count = max(LEAST, round(link.seconds[-1] / alone[width]))
 
     def products(a, b):
         for _ in range(count):
