@@ -159,6 +159,7 @@ def test_schedule_by_name_and_what_it_refuses():
 
 MESHES = {
     "alone": ({"d": 1}, {}),
+    "one device": ({"d": 1, "e": 1}, {"data": ["d"], "expert": ["d"], "fsdp": ["d"], "model": ["e"]}),
     "expert": ({"d": 8}, {"data": ["d"], "expert": ["d"]}),
     "expert+fsdp": ({"d": 8}, {"data": ["d"], "expert": ["d"], "fsdp": ["d"]}),
     "all": ({"a": 2, "b": 2, "c": 2},
@@ -223,6 +224,7 @@ def test_whatever_is_saved_makes_no_difference(saved):
 
 @pytest.mark.parametrize(("place", "layout", "layers", "schedule", "remat"), [
     ("all", "slots", 2, pipemoe(2, 4, slices=2), "full"),
+    ("one device", "slots", 2, pipemoe(2, 2), "none"),
     pytest.param("expert", "slots", 4, pipemoe(2, 4, segment=2, slices=3), "none", marks=pytest.mark.slow),
     pytest.param("alone", "slots", 4, pipemoe(2, 2, 4, chunk="batch"), "none", marks=pytest.mark.slow),
     pytest.param("alone", "ragged", 4, pipemoe(4, 4, 2, chunk="sequence", segment=2), "none", marks=pytest.mark.slow),

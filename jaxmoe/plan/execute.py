@@ -205,9 +205,10 @@ class _Program:
         return dx_BSD, own, None if pending is None else self._whole(env), self._counted(env)
 
     def divide(self, own: Env) -> tuple[Env, Env]:
-        """Gradients that need a reduction, and those that do not."""
+        """Gradients that need a reduction, and those that do not, whose axes have one device each."""
+        axes = {p.name: p.reduce for p in self.block.params}
         return ({k: v for k, v in own.items() if k in self.reduced},
-                {k: v for k, v in own.items() if k not in self.reduced})
+                {k: psum(v, axes[k]) for k, v in own.items() if k not in self.reduced})
 
     def reduce(self, pending: Env, consts) -> tuple[Env, Counts]:
         """The gradients of the last segment, beside which nothing is left to run, and counters."""
