@@ -92,39 +92,46 @@ def stack(plan: Plan, verbs: Verbs, in_turn: bool = False) -> Callable[..., tupl
 
     def backward(residuals, cotangents):
         saved, params, consts, layered = residuals
-        (dx_BSD, daux, _), params_N = cotangents, by_segment(params)
-        stacked = (saved, params_N, by_segment(layered), by_segment(daux))
-        grads = jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), params_N)
-
-        def step(n, dx_BSD, pending):
-            saved, params, layered, daux = jax.tree.map(lambda a: _at(a, n), stacked)
-            return run.backward(dx_BSD, daux, saved, params, consts, layered, pending)
-
-        dx_BSD, own, _, counted = step(count - 1, dx_BSD, None)
-        pending, direct = run.divide(own)
-        grads = _put(grads, direct, count - 1)
-
-        def body(i, carry):
-            dx_BSD, pending, grads, counted = carry
-            n = count - 2 - i
-            dx_BSD, own, reduced, new = step(n, dx_BSD, pending)
-            assert reduced is not None   # as something was pending
-            pending, direct = run.divide(own)
-            return dx_BSD, pending, _put(_put(grads, reduced, n + 1), direct, n), both(counted, new)
-
-        if count > 1:
-            dx_BSD, pending, grads, counted = jax.lax.fori_loop(
-                0, count - 1, body, (dx_BSD, pending, grads, counted))
-        reduced, new = run.reduce(pending, consts)
-        grads = _put(grads, reduced, 0)
+        dx_BSD, daux, _ = cotangents
+        stacked = (saved, *(by_segment(tree) for tree in (params, layered, daux)))
+        dx_BSD, grads, counted = _backward(run, count, dx_BSD, stacked, consts)
         whole = jax.tree.map(lambda g, p: g.reshape(p.shape).astype(p.dtype), grads, params)
-        return dx_BSD, whole, None, None, over_devices(both(counted, new), block)
+        return dx_BSD, whole, None, None, over_devices(counted, block)
 
     def by_segment(tree):
         return jax.tree.map(lambda a: a.reshape(count, segment, *a.shape[1:]), tree)
 
     f.defvjp(forward, backward)
     return lambda x_BSD, params, consts, layered, sink=None: f(x_BSD, params, consts, layered, sink or no_counts(block))
+
+
+def _backward(run: _Program, count: int, dx_BSD, stacked, consts) -> tuple[jax.Array, Env, Counts]:
+    """dx_BSD, gradients by segment, and counters. stacked: by segment, what was saved, parameters, layered arrays and
+    the cotangents of aux."""
+    grads = jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), stacked[1])
+
+    def step(n, dx_BSD, pending):
+        saved, params, layered, daux = jax.tree.map(lambda a: _at(a, n), stacked)
+        return run.backward(dx_BSD, daux, saved, params, consts, layered, pending)
+
+    dx_BSD, own, _, counted = step(count - 1, dx_BSD, None)
+    pending, direct = run.divide(own)
+    grads = _put(grads, direct, count - 1)
+
+    def body(i, carry):
+        dx_BSD, pending, grads, counted = carry
+        n = count - 2 - i
+        dx_BSD, own, reduced, new = step(n, dx_BSD, pending)
+        assert reduced is not None   # as something was pending
+        pending, direct = run.divide(own)
+        return dx_BSD, pending, _put(_put(grads, reduced, n + 1), direct, n), both(counted, new)
+
+    if count > 1:
+        dx_BSD, pending, grads, counted = jax.lax.fori_loop(
+            0, count - 1, body, (dx_BSD, pending, grads, counted))
+    reduced, new = run.reduce(pending, consts)
+    grads = _put(grads, reduced, 0)
+    return dx_BSD, grads, both(counted, new)
 
 
 def no_counts(block: Block) -> Counts:
