@@ -62,11 +62,7 @@ def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequenc
     by_name = {f.what: f for f in fits}
     cluster = _cluster(mesh, links, name, by_name)
     if links:
-        link = "inter" if "inter" in links.values() else "intra"
-        axes = tuple(a for a in mesh.axis_names if links.get(a) == link)
-        slower = _slower_together(mesh, axes, by_name[f"{link}.all_to_all"], by_name["matmul"], sizes[-1], widths,
-                                  repeats, dtype)
-        both = Contention(origin="measured", sms_for_links={}, link_slowdown=slower, compute_slowdown=slower)
+        both = _contention(mesh, links, by_name, sizes[-1], widths, repeats, dtype)
         cluster = cluster.model_copy(update={"contention": both})
     return cluster, fits
 
@@ -152,13 +148,16 @@ def _matmul(mesh: Mesh, dtype: Any, width: int):
     return _on_every_device(mesh, jnp.matmul, (width, width), (width, width), dtype=dtype), 2.0 * width**3
 
 
-def _slower_together(mesh: Mesh, axes: tuple[str, ...], link: Fit, matmul: Fit, size: int, widths: Sequence[int],
-                     repeats: int, dtype: Any) -> float:
+def _contention(mesh: Mesh, links: Mapping[str, LinkName], fits: Mapping[str, Fit], size: int, widths: Sequence[int],
+                repeats: int, dtype: Any) -> Contention:
     """Factor on an All-to-All's and a product's time while both run, the same for both: 1 if they do not disturb each
     other, 2 if they might as well take turns.
 
     Of an All-to-All of the largest `size`, and of as many products of one width, in turn, as take about as long.
     """
+    which = "inter" if "inter" in links.values() else "intra"
+    axes = tuple(a for a in mesh.axis_names if links.get(a) == which)
+    link, matmul = fits[f"{which}.all_to_all"], fits["matmul"]
     sent = partial(collectives.all_to_all, axes=axes)
     group = prod(mesh.shape[a] for a in axes)
     rows = (group, max(1, size // jnp.dtype(dtype).itemsize // group))
@@ -178,7 +177,8 @@ def _slower_together(mesh: Mesh, axes: tuple[str, ...], link: Fit, matmul: Fit, 
                                       dtype=dtype)}
     seconds, _ = seconds_of(calls, repeats)
     shorter, longer = sorted((seconds["link"], seconds["compute"]))
-    return min(2.0, max(1.0, 1 + (seconds["both"] - longer) / shorter))
+    slower = min(2.0, max(1.0, 1 + (seconds["both"] - longer) / shorter))
+    return Contention(origin="measured", sms_for_links={}, link_slowdown=slower, compute_slowdown=slower)
 
 
 def _copy(mesh: Mesh, dtype: Any, size: int):

@@ -34,10 +34,12 @@ def exchange_verbs(block: Block, verb: str, forward: Ends, backward: Ends) -> di
     send = lambda message: compressed.send(message, axes)  # noqa: E731
     return {
         f"encode_{verb}": Verb(lambda task, reads, consts: _encode(task, axes, forward, reads[0]),
-                               lambda task, cotangents, *_: _decode(task, axes, backward, cotangents[0]), True),
+                               lambda task, cotangents, *_: _decode(task, axes, backward, cotangents[0]),
+                               holds_collectives=True),
         verb: linear(send, send),
         f"decode_{verb}": Verb(lambda task, reads, consts: _decode(task, axes, forward, reads[0]),
-                               lambda task, cotangents, *_: _encode(task, axes, backward, cotangents[0]), True),
+                               lambda task, cotangents, *_: _encode(task, axes, backward, cotangents[0]),
+                               holds_collectives=True),
     }
 
 
