@@ -10,7 +10,6 @@ words uncoded, in the same tasks. Prints one Markdown table.
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,38 +31,24 @@ from jaxmoe import collectives, load_config  # noqa: E402
 from jaxmoe.config import Config  # noqa: E402
 from jaxmoe.distributed import initialize  # noqa: E402
 from jaxmoe.measure.codec import bench_codec  # noqa: E402
-from jaxmoe.measure.modules import with_modules  # noqa: E402
+from jaxmoe.measure.modules import with_launch, with_modules  # noqa: E402
 from jaxmoe.measure.profile import profile  # noqa: E402
-from jaxmoe.measure.training import random_batch  # noqa: E402
+from jaxmoe.measure.timing import times_of  # noqa: E402
+from jaxmoe.measure.training import stepper  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
 from jaxmoe.plan import codec_policy  # noqa: E402
 from jaxmoe.plan.block import CLASSES  # noqa: E402
-from jaxmoe.plan.cluster import AlphaBeta, Cluster, Codec, Link  # noqa: E402
+from jaxmoe.plan.cluster import AlphaBeta, Cluster, Codec, Link, load_cluster  # noqa: E402
 from jaxmoe.plan.cost import COLLECTIVES  # noqa: E402
 from jaxmoe.plan.plan import Plan  # noqa: E402
 from jaxmoe.plan.search import PLANNERS  # noqa: E402
 from jaxmoe.plan.simulate import simulate  # noqa: E402
 from jaxmoe.planning import block_of  # noqa: E402
-from jaxmoe.training.step import compiled_step, init_state  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
 FORMATS = ("raw", "x4s", "x3p")
 CODED = "x4s"   # what steps are coded with
 LINKS: dict = {"node": "inter", "gpu": "intra"}
-
-
-def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, called in turns, after one call each."""
-    for call in calls.values():
-        jax.block_until_ready(call())
-    times = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            multihost_utils.sync_global_devices("turn")
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            times[name].append(time.perf_counter() - start)
-    return times
 
 
 def ratio(times: list[float], base: list[float]) -> str:
@@ -84,7 +69,7 @@ def collective_rows(mesh, values: int, repeats: int) -> list[list[str]]:
             out = P("gpu") if name == "all_reduce" else spec
             mapped = jax.jit(jax.shard_map(lambda x, verb=verb: verb(x), mesh=mesh, in_specs=spec, out_specs=out))
             calls[fmt] = partial(mapped, x)
-        times = interleaved(calls, repeats)
+        times = times_of(calls, repeats)
         rows.append([name, *(f"{median(times[f]):.3f}" for f in FORMATS),
                      *(ratio(times[f], times["raw"]) for f in FORMATS[1:])])
     return rows
@@ -109,14 +94,6 @@ def from_first_host(cluster: Cluster) -> Cluster:
     return Cluster.from_toml(bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode())
 
 
-def stepper(cfg, mesh, plan) -> Callable:
-    """Train steps of the plan, each on the same batch."""
-    model, optimizer = init_state(cfg, mesh, plan)
-    step = compiled_step(cfg, model, optimizer)
-    batch = random_batch(cfg, mesh)
-    return lambda: step(batch)["loss"]
-
-
 def config(overrides: tuple[str, ...] = ()) -> Config:
     """CONFIG for as many hosts as there are."""
     return load_config(CONFIG, [f"mesh.axes={{node={os.environ['NETLAB_HOSTS']},gpu=2}}", *overrides])
@@ -128,6 +105,7 @@ def fitted(mesh, repeats: int) -> Cluster:
     for kind, degrees in (("raw", (1, 2, 4, 8)), (CODED, (2,))):
         one = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
         cluster, _ = with_modules(one, cluster, repeats, degrees)
+        cluster = with_launch(one, cluster, repeats, degrees)
     return cluster
 
 
@@ -146,16 +124,27 @@ def plans_of(cfg, cluster: Cluster) -> dict[str, Plan]:
     return found
 
 
-def step_rows(mesh, repeats: int, overrides: list[str]) -> list[list[str]]:
+def kept(path: Path | None, make: Callable[[], Cluster]) -> Cluster:
+    """The cluster in the file, or a new one, which is written there by the first host."""
+    if path is None:
+        return make()
+    there = multihost_utils.broadcast_one_to_all(np.asarray(path.exists()))
+    cluster = load_cluster(path) if there else make()
+    if jax.process_index() == 0:
+        path.write_text(cluster.to_toml())
+    return cluster
+
+
+def step_rows(mesh, repeats: int, overrides: list[str], path: Path | None) -> list[list[str]]:
     """Train steps of a model that is not the one the cluster is fitted on.
 
     What a step takes beside its stack (embedding, head, optimizer) is the same for all schedules, and is what the
     sequential one's takes more than predicted.
     """
-    cluster = fitted(mesh, repeats)
+    cluster = kept(path, lambda: fitted(mesh, repeats))
     cfg = config(tuple(overrides))
     plans = plans_of(cfg, cluster)
-    times = interleaved({name: stepper(cfg, mesh, plan) for name, plan in plans.items()}, repeats)
+    times = times_of({name: stepper(cfg, mesh, plan) for name, plan in plans.items()}, repeats)
     rest = max(median(times["sequential"]) - simulate(plans["sequential"], cluster).makespan, 0.0)
     rows = []
     for name, plan in plans.items():
@@ -180,12 +169,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--model", nargs="*", default=["model.layers=2", "moe.d_ff=128", "train.batch=32"],
                         help="steps: overrides of configs/netlab.toml, on which the cluster is fitted")
+    parser.add_argument("--cluster", type=Path, help="steps: file of the fitted cluster; written if it is not there")
     args = parser.parse_args()
     environ = os.environ
     initialize(environ["NETLAB_COORDINATOR"], int(environ["NETLAB_HOSTS"]), int(environ["NETLAB_RANK"]))
     mesh = make_mesh(config())
     rows = collective_rows(mesh, args.values, args.repeats) if args.what == "collectives" else step_rows(
-        mesh, args.repeats, args.model)
+        mesh, args.repeats, args.model, args.cluster)
     if jax.process_index() == 0:
         for row in (HEADS[args.what], ["---"] * len(HEADS[args.what]), *rows):
             print("| " + " | ".join(row) + " |", flush=True)

@@ -99,15 +99,19 @@ def profile(
     cluster, fits = measured(mesh, links, name)
     if config is not None:
         from ..config import load_config
-        from ..measure.modules import with_modules
+        from ..measure.modules import with_launch, with_modules
 
-        cluster, found = with_modules(load_config(config), cluster)
-        fits = [*fits, *found]
+        cfg = load_config(config)
+        cluster, found = with_modules(cfg, cluster)
+        fits, cluster = [*fits, *found], with_launch(cfg, cluster)
     out.write_text(cluster.to_toml())
     slower = cluster.contention.compute_slowdown if cluster.contention else None
-    found = {"out": str(out), "fits": [dataclasses.asdict(f) for f in fits], "slower_together": slower}
+    launch = cluster.device.launch_seconds
+    found = {"out": str(out), "fits": [dataclasses.asdict(f) for f in fits], "slower_together": slower,
+             "launch_seconds": launch}
     beside = f"a product and an All-to-All take {slower:.2f} times as long beside each other\n" if slower else ""
-    print(json.dumps(found) if as_json else f"{as_text(fits)}\n{beside}written to {out}")
+    every = f"every task takes {launch:.2e} s beyond its own work\n" if launch else ""
+    print(json.dumps(found) if as_json else f"{as_text(fits)}\n{beside}{every}written to {out}")
 
 
 @app.command()

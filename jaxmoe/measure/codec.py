@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import codec
-from .layer import seconds_of
+from .timing import seconds_of
 
 FORMATS = ("x4s", "x3p", "x3")
 

@@ -3,10 +3,8 @@
 The bound has no routing, no exchange and no second expert; same type, same run, same device or devices' cores.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ from ..dispatch import Dispatch, Ragged, Slots
 from ..layer import MoE
 from ..mesh import Roles
 from ..routing import TopK
+from .timing import seconds_of
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,6 @@ def bench_layer(shape: Shape, routings: dict[str, float] = ROUTINGS, repeats: in
                 "ratio": seconds["both"] / seconds["both_bound"], "spread": spread["both"],
             })
     return rows
-
-
-def seconds_of(calls: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of each call, and (largest - smallest) / median; in turns, so that noise meets all alike."""
-    for call in calls.values():
-        jax.block_until_ready(call())
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            times[name].append(time.perf_counter() - start)
-    middle = {name: median(t) for name, t in times.items()}
-    return middle, {name: (max(t) - min(t)) / middle[name] for name, t in times.items()}
 
 
 def _rows_multiplied(dispatch: Dispatch, shape: Shape, count: int) -> int:

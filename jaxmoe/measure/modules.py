@@ -25,14 +25,16 @@ from ..plan.cost import amount, module_of
 from ..plan.execute import watched
 from ..plan.plan import Plan
 from ..plan.schedules import SCHEDULES
+from ..plan.simulate import simulate
 from ..plan.tasks import Degrees, Task
 from ..planning import coded
 from ..training.step import compiled_step, init_state
-from .layer import seconds_of
 from .profile import Fit, fit
-from .training import random_batch
+from .timing import seconds_of
+from .training import random_batch, stepper
 
 DEGREES = (1, 2, 4)
+HALVINGS = 30
 Key = tuple[str, float]   # module, amount
 
 
@@ -44,10 +46,8 @@ def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5,
     processes all call this, and get what the first one measured.
     """
     mesh = make_mesh(cfg)
-    block = coded(cfg, cluster)
     times: dict[str, dict[float, list[float]]] = {}
-    for d in _fitting(block, degrees):
-        plan = SCHEDULES["pipemoe"](block, cluster, d, slices=d.moe_forward)
+    for plan in _plans(cfg, cluster, degrees):
         for (module, n), seconds in task_seconds(cfg, mesh, plan, repeats, frozenset(cluster.modules)).items():
             times.setdefault(module, {}).setdefault(n, []).append(seconds)
     fits = [fitted(module, {n: float(np.median(t)) for n, t in by_amount.items()})
@@ -58,6 +58,39 @@ def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5,
     modules = {f.what: Module(origin="measured", alpha_seconds=float(alpha), seconds_per_unit=float(unit))
                for f, (alpha, unit) in zip(fits, lines, strict=True)}
     return cluster.model_copy(update={"modules": cluster.modules | modules}), fits
+
+
+def with_launch(cfg: Any, cluster: Cluster, repeats: int = 5, degrees: Sequence[int] = DEGREES) -> Cluster:
+    """The cluster with `device.launch_seconds` such that steps of cfg's model in the fewest and in the most of these
+    chunks differ in simulation as they do on the present devices.
+
+    What a task takes in a program beyond what it takes alone: its values are cut and joined, it waits for its turn. As
+    `with_modules`, in all processes. One degree only: as it was.
+    """
+    plans = _plans(cfg, cluster, degrees)
+    if len(plans) < 2:
+        return cluster
+    few, many = plans[0], plans[-1]
+    mesh = make_mesh(cfg)
+    seconds, _ = seconds_of({name: stepper(cfg, mesh, p) for name, p in (("few", few), ("many", many))}, repeats)
+    measured = multihost_utils.broadcast_one_to_all(np.asarray(seconds["many"] - seconds["few"]))
+    least, most = 0.0, max(float(measured), 0.0)   # a second of launching makes them differ by many
+    for _ in range(HALVINGS):
+        tried = _launching(cluster, (least + most) / 2)
+        too_long = simulate(many, tried).makespan - simulate(few, tried).makespan > measured
+        least, most = (least, (least + most) / 2) if too_long else ((least + most) / 2, most)
+    return _launching(cluster, least)
+
+
+def _launching(cluster: Cluster, seconds: float) -> Cluster:
+    device = cluster.device.model_copy(update={"launch_seconds": seconds})
+    return cluster.model_copy(update={"device": device})
+
+
+def _plans(cfg: Any, cluster: Cluster, degrees: Sequence[int]) -> list[Plan]:
+    """PipeMoE's in so many chunks, as far as the block can be cut so."""
+    block = coded(cfg, cluster)
+    return [SCHEDULES["pipemoe"](block, cluster, d, slices=d.moe_forward) for d in _fitting(block, degrees)]
 
 
 def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int, known: frozenset[str] = frozenset()) -> dict[

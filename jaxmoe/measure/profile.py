@@ -21,7 +21,7 @@ from .. import collectives
 from ..compat import vary_like
 from ..plan.cluster import AlphaBeta, Cluster, Contention, Device, Link, LinkName, Matmul, Memory
 from ..plan.cost import COLLECTIVES, bytes_sent
-from .layer import seconds_of
+from .timing import seconds_of
 
 SIZES = tuple(2**i for i in range(14, 24, 2))
 LEAST = 16   # products beside an exchange: XLA:CPU runs the operations of short programs one after the other

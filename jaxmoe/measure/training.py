@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,15 +11,24 @@ from jax.sharding import Mesh
 
 from ..mesh import batch_sharding, make_mesh, roles_of
 from ..plan.cluster import load_cluster
+from ..plan.plan import Plan
 from ..plan.simulate import simulate
 from ..training.step import compiled_step, init_state
-from .layer import seconds_of
+from .timing import seconds_of
 
 
 def random_batch(cfg: Any, mesh: Mesh) -> jax.Array:
     """Tokens of one step, the same in every process."""
     tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (cfg.train.batch, cfg.model.seq + 1), np.int32)
     return jax.make_array_from_callback(tokens.shape, batch_sharding(mesh, roles_of(cfg)), lambda at: tokens[at])
+
+
+def stepper(cfg: Any, mesh: Mesh, plan: Plan | None = None) -> Callable[[], Any]:
+    """A call that takes one training step, on the same batch each time. plan: None = that of cfg."""
+    model, optimizer = init_state(cfg, mesh, plan)
+    step = compiled_step(cfg, model, optimizer)
+    batch = random_batch(cfg, mesh)
+    return lambda: step(batch)["loss"]
 
 
 def bench_train(cfg: Any, schedules: Sequence[str] = ("plain", "sequential", "pipemoe"),

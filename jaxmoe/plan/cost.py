@@ -19,12 +19,12 @@ def seconds(task: Task, cluster: Cluster) -> float:
 
     A matrix product takes the longer of its flops and its bytes through memory; "encode:FORMAT" and "decode:FORMAT"
     take raw bytes at the codec's rate; a collective over both links takes the slower one (ours); one that codes by
-    itself, its coding as well. Where the cluster has a module of the task's, that alone counts.
+    itself, its coding as well. Where the cluster has a module of the task's, that takes the place of all but launching.
     """
+    launch = cluster.device.launch_seconds
     module = cluster.modules.get(module_of(task)) if cluster.modules else None
     if module is not None:
-        return module.alpha_seconds + module.seconds_per_unit * amount(task)
-    launch = cluster.device.launch_seconds
+        return launch + module.alpha_seconds + module.seconds_per_unit * amount(task)
     if task.kind == "matmul":
         product, rate = cluster.matmul, cluster.memory.bytes_per_second
         return launch + product.alpha_seconds + max(task.flops * product.seconds_per_flop, task.bytes / rate)

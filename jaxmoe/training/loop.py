@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmoe.measure.modules import with_modules
+from jaxmoe.measure.modules import with_launch, with_modules
 from jaxmoe.mesh import axes_size, batch_sharding, make_mesh, roles_of
 from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.plan import Plan
@@ -225,6 +225,7 @@ def _profiled_plan(cfg: Any, run_dir: Path, resume: bool) -> Plan | None:
     if resume and kept.is_file():
         return plan(cfg, load_cluster(kept))
     cluster, _ = with_modules(cfg, load_cluster(cfg.schedule.cluster))
+    cluster = with_launch(cfg, cluster)
     if jax.process_index() == 0:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(cluster.to_toml())

@@ -1,0 +1,35 @@
+"""Seconds of calls, side by side."""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+
+def times_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, in turns, so that noise meets all alike; after one call each.
+
+    In a run of several processes all make the same calls, and begin each together: a collective would otherwise count
+    the wait for processes that are still at an earlier call.
+    """
+    for call in calls.values():
+        jax.block_until_ready(call())
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("measure")
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def seconds_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of each of `times_of`, and (largest - smallest) / median."""
+    times = times_of(calls, repeats)
+    middle = {name: median(t) for name, t in times.items()}
+    return middle, {name: (max(t) - min(t)) / middle[name] for name, t in times.items()}
