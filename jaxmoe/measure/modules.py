@@ -30,7 +30,7 @@ from ..plan.tasks import Degrees, Task
 from ..planning import coded
 from ..training.step import compiled_step, init_state
 from .profile import Fit, fit
-from .timing import seconds_of
+from .timing import in_a_row, seconds_of
 from .training import random_batch, stepper
 
 DEGREES = (1, 2, 4)
@@ -103,8 +103,9 @@ def task_seconds(cfg: Any, mesh: Mesh, plan: Plan, repeats: int, known: frozense
     with watched(recorder.see):
         jax.block_until_ready(compiled_step(cfg, model, optimizer)(batch))
     jax.effects_barrier()
-    seconds, _ = seconds_of({"": _empty(mesh)} | recorder.calls(), repeats)
-    return {key: max(seconds[str(key)] - seconds[""], 0.0) for key in recorder.keys}
+    calls = recorder.calls()
+    seconds, _ = seconds_of({"": _empty(mesh)} | {str(key): call for key, (call, _) in calls.items()}, repeats)
+    return {key: max(seconds[str(key)] / count - seconds[""], 0.0) for key, (_, count) in calls.items()}
 
 
 def _fitting(block: Block, degrees: Sequence[int]) -> list[Degrees]:
@@ -160,8 +161,10 @@ class _Recorder:
         """In the same order in every process, as some tasks are collectives."""
         return [key for key in self.tasks if key in self.kept]
 
-    def calls(self) -> dict[str, Callable[[], Any]]:
-        return {str(key): self._call(key) for key in self.keys}
+    def calls(self) -> dict[Key, tuple[Callable[[], Any], int]]:
+        """What to call for each, and how often that does it."""
+        return {key: in_a_row(self._call(key), key[1]) if self.tasks[key][0].is_collective else (self._call(key), 1)
+                for key in self.keys}
 
     def _call(self, key: Key) -> Callable[[], Any]:
         """A program of the task alone, on what it read; all of it and of its results vary over all devices."""

@@ -21,7 +21,7 @@ from .. import collectives
 from ..compat import vary_like
 from ..plan.cluster import AlphaBeta, Cluster, Contention, Device, Link, LinkName, Matmul, Memory
 from ..plan.cost import COLLECTIVES, bytes_sent
-from .timing import seconds_of
+from .timing import in_a_row, seconds_of
 
 SIZES = tuple(2**i for i in range(14, 24, 2))
 LEAST = 16   # products beside an exchange: XLA:CPU runs the operations of short programs one after the other
@@ -113,12 +113,14 @@ def fit(what: str, amounts: Sequence[float], seconds: Sequence[float]) -> Fit:
     return Fit(what, float(alpha), float(beta), r2, tuple(n.tolist()), tuple(t.tolist()))
 
 
-def _measure(what: str, make: Callable[[int], tuple[Callable[[], Any], float]], sizes: Sequence[int],
+def _measure(what: str, make: Callable[[int], tuple[Callable[[], Any], float, int]], sizes: Sequence[int],
              repeats: int) -> Fit:
-    """Fit over sizes, measured in turns so that noise meets all alike. make: size -> (call, amount)."""
+    """Fit over sizes, measured in turns so that noise meets all alike. make: size -> (what to call, amount, how often
+    that does it)."""
     made = {str(size): make(size) for size in sizes}
-    seconds, _ = seconds_of({size: call for size, (call, _) in made.items()}, repeats)
-    return fit(what, [amount for _, amount in made.values()], [seconds[size] for size in made])
+    seconds, _ = seconds_of({size: call for size, (call, *_) in made.items()}, repeats)
+    return fit(what, [amount for _, amount, _ in made.values()],
+               [seconds[size] / count for size, (*_, count) in made.items()])
 
 
 def _on_every_device(mesh: Mesh, body: Callable, *shapes: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
@@ -141,11 +143,13 @@ def _collective(mesh: Mesh, axes: tuple[str, ...], kind: str, dtype: Any, size: 
     shape = (group, max(1, size // itemsize // group))
     verb = collectives.psum if kind == "all_reduce" else getattr(collectives, kind)
     call = _on_every_device(mesh, lambda x: verb(x, axes), shape, dtype=dtype)
-    return call, bytes_sent(kind, prod(shape) * itemsize, group)
+    sent = bytes_sent(kind, prod(shape) * itemsize, group)
+    calls, count = in_a_row(call, sent)
+    return calls, sent, count
 
 
 def _matmul(mesh: Mesh, dtype: Any, width: int):
-    return _on_every_device(mesh, jnp.matmul, (width, width), (width, width), dtype=dtype), 2.0 * width**3
+    return _on_every_device(mesh, jnp.matmul, (width, width), (width, width), dtype=dtype), 2.0 * width**3, 1
 
 
 def _contention(mesh: Mesh, links: Mapping[str, LinkName], fits: Mapping[str, Fit], size: int, widths: Sequence[int],
@@ -185,7 +189,7 @@ def _copy(mesh: Mesh, dtype: Any, size: int):
     """An element-wise pass: reads and writes `size` bytes each."""
     itemsize = jnp.dtype(dtype).itemsize
     count = max(1, size // itemsize)
-    return _on_every_device(mesh, lambda x: x + 1, (count,), dtype=dtype), 2.0 * count * itemsize
+    return _on_every_device(mesh, lambda x: x + 1, (count,), dtype=dtype), 2.0 * count * itemsize, 1
 
 
 def _cluster(mesh: Mesh, links: Mapping[str, LinkName], name: str, fits: Mapping[str, Fit]) -> Cluster:

@@ -1,5 +1,6 @@
 """Seconds of calls, side by side."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -7,6 +8,9 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+SUSTAINED = 2**20
+MOST = 16   # calls in a row
 
 
 def times_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -26,6 +30,20 @@ def times_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, 
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)
     return times
+
+
+def in_a_row(call: Callable[[], Any], sent_bytes: float) -> tuple[Callable[[], None], int]:
+    """As many calls of a collective as send `SUSTAINED` bytes from a device, as one call, and how many they are.
+
+    Buffers on the way let what is sent after a pause pass faster than the link's rate, which a step does not see.
+    """
+    count = min(MOST, math.ceil(SUSTAINED / max(sent_bytes, 1)))
+
+    def calls() -> None:
+        for _ in range(count):
+            jax.block_until_ready(call())
+
+    return calls, count
 
 
 def seconds_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
