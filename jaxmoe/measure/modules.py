@@ -21,7 +21,7 @@ from ..compat import vary_over
 from ..mesh import make_mesh
 from ..plan.block import Block
 from ..plan.cluster import Cluster, Module
-from ..plan.cost import amount, module_of
+from ..plan.cost import amount, is_module, module_of
 from ..plan.execute import watched
 from ..plan.plan import Plan
 from ..plan.schedules import SCHEDULES
@@ -145,7 +145,7 @@ class _Recorder:
 
     def see(self, task: Task, run: Callable, reads: tuple, consts: Any) -> None:
         key = module_of(task), amount(task)
-        if key[0] in self.known or (key in self.tasks and self.tasks[key][0].name != task.name):
+        if not is_module(task) or key[0] in self.known or (key in self.tasks and self.tasks[key][0].name != task.name):
             return
         leaves, tree = jax.tree.flatten((reads, consts))
         kinds = [jax.random.key_impl(a) if _is_key(a) else None for a in leaves]

@@ -12,7 +12,7 @@ from typing import Literal
 from ..codec import wire_bytes
 from .block import Block, Piece, pieces
 from .forward import forward_pass
-from .tasks import INTEGERS, Pass, Task, family
+from .tasks import INTEGERS, Part, Pass, Task, family
 
 
 @dataclass(frozen=True)
@@ -136,24 +136,46 @@ def reductions(block: Block, slices: int) -> Pass:
     """Reductions of the gradients of the segment above, which are pending when this one starts."""
     tasks = []
     for layer in range(block.segment):
-        for s, parts in enumerate(pieces(block, slices)):
-            axes = tuple(dict.fromkeys(a for p in parts for a in (*p.param.gather, *p.param.reduce)))
-            kind = "reduce_scatter" if all(p.param.gather for p in parts) else "all_reduce"
-            tasks.append(_reduction(block, f".{s}@{layer}", parts, axes, kind, layer, s))
+        for s, some in enumerate(pieces(block, slices)):
+            axes = tuple(dict.fromkeys(a for p in some for a in (*p.param.gather, *p.param.reduce)))
+            kind = "reduce_scatter" if all(p.param.gather for p in some) else "all_reduce"
+            tasks.append(_reduction(block, f".{s}@{layer}", some, axes, kind, layer, s))
     return Pass(tuple(tasks))
 
 
-def _reduction(block: Block, at: str, parts: list[Piece], axes: tuple[str, ...], kind: str, layer: int, s: int) -> Task:
-    n, phases = block.size(axes), 1 if kind == "reduce_scatter" else 2
-    sizes = [(p.hi - p.lo) * p.param.size / (p.param.shape[0] if p.param.shape else 1) for p in parts]
-    codec = block.codec_of("gradients", sum(sizes) / n, "float32")
-    raw, encoded, decoded = sum(sizes) * 4, 0.0, 0.0
-    sent = phases * raw * (n - 1) / n
-    writes = [f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in parts]
-    if codec is not None:
-        sent = phases * (n - 1) * wire_bytes((ceil(sum(sizes) / n),), "float32", codec)
-        encoded, decoded = raw * (1 if phases == 1 else 1 + 1 / n), raw * phases
+def _reduction(block: Block, at: str, pieces: list[Piece], axes: tuple[str, ...], kind: str, layer: int,
+               s: int) -> Task:
+    """Pieces of gathered parameters are scattered over the axes that gather them, then all are summed over the rest."""
+    values = _values_by_axes(block, pieces)
+    codec = block.codec_of("gradients", sum(_values(p) for p in pieces) / block.size(axes), "float32")
+    parts, encoded, decoded = [], 0.0, 0.0
+    for (verb, over), count in values.items():
+        n, phases = block.size(over), 1 if verb == "reduce_scatter" else 2
+        sent = count * 4 / n if codec is None else wire_bytes((ceil(count / n),), "float32", codec)
+        parts.append(Part(verb, block.streams(over), phases * (n - 1) * sent))
+        encoded, decoded = encoded + count * 4 * (1 if phases == 1 else 1 + 1 / n), decoded + count * 4 * phases
+    writes = [f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in pieces]
+    if codec is None:
+        encoded = decoded = 0.0
+    else:
         kind, writes = f"{kind}:{codec}", [*writes, f"counted.gradients{at}"]
-    reads = tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in parts))
-    return Task(f"grad_reduce{at}", "grad_reduce", block.streams(axes), reads, tuple(writes), kind, 0.0, sent,
-                encoded, decoded, layer, s)
+    reads = tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in pieces))
+    return Task(f"grad_reduce{at}", "grad_reduce", block.streams(axes), reads, tuple(writes), kind, 0.0,
+                sum(p.bytes for p in parts), encoded, decoded, layer, s, parts=tuple(parts))
+
+
+def _values(piece: Piece) -> float:
+    return (piece.hi - piece.lo) * piece.param.size / (piece.param.shape[0] if piece.param.shape else 1)
+
+
+def _values_by_axes(block: Block, pieces: list[Piece]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """(Kind of collective, axes of more than one device) -> values that go in."""
+    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    for piece in pieces:
+        param, values = piece.param, _values(piece)
+        for verb, over in (("reduce_scatter", param.gather), ("all_reduce", param.reduce)):
+            n = block.size(over)
+            if n > 1:
+                found[verb, over] = found.get((verb, over), 0.0) + values
+                values /= n   # what is left of a gathered parameter
+    return found

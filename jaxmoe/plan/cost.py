@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from .cluster import Cluster
-from .tasks import Pass, Task, codec_of
+from .tasks import Part, Pass, Task, codec_of
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -18,11 +20,12 @@ def seconds(task: Task, cluster: Cluster) -> float:
     """Time of the task when nothing else runs.
 
     A matrix product takes the longer of its flops and its bytes through memory; "encode:FORMAT" and "decode:FORMAT"
-    take raw bytes at the codec's rate; a collective over both links takes the slower one (ours); one that codes by
-    itself, its coding as well. Where the cluster has a module of the task's, that takes the place of all but launching.
+    take raw bytes at the codec's rate; a collective over both links takes the slower one (ours); one of several parts
+    their sum; one that codes by itself, its coding as well. Where the cluster has a module of the task's, that takes
+    the place of all but launching.
     """
     launch = cluster.device.launch_seconds
-    module = cluster.modules.get(module_of(task)) if cluster.modules else None
+    module = cluster.modules.get(module_of(task)) if is_module(task) else None
     if module is not None:
         return launch + module.alpha_seconds + module.seconds_per_unit * amount(task)
     if task.kind == "matmul":
@@ -32,7 +35,8 @@ def seconds(task: Task, cluster: Cluster) -> float:
         return launch + cluster.memory.alpha_seconds + task.bytes / cluster.memory.bytes_per_second
     verb, _, codec = task.kind.partition(":")
     if verb in COLLECTIVES:
-        return launch + _collective_seconds(task, verb, cluster) + (
+        parts = task.parts or (Part(verb, task.streams, task.bytes),)
+        return launch + math.fsum(_collective_seconds(p, task.name, cluster) for p in parts) + (
             coding_seconds(cluster, codec, task.encoded, task.decoded) if codec else 0.0)
     if verb not in ("encode", "decode"):
         kinds = ("matmul", "memory", *COLLECTIVES, "encode:FORMAT", "decode:FORMAT")
@@ -48,6 +52,11 @@ def module_of(task: Task) -> str:
     return ":".join(part for part in (task.verb, suffix, codec_of(task)) if part)
 
 
+def is_module(task: Task) -> bool:
+    """Whether its amount says what it takes: not so if parts of it are collectives of several kinds or links."""
+    return not task.parts
+
+
 def amount(task: Task) -> float:
     """What a module's time is counted in: flops of a matrix product, and else bytes."""
     return task.flops if task.kind == "matmul" else task.bytes
@@ -58,25 +67,25 @@ def durations(pass_: Pass, cluster: Cluster) -> dict[str, float]:
     return {t.name: seconds(t, cluster) for t in pass_.tasks}
 
 
-def _collective_seconds(task: Task, verb: str, cluster: Cluster) -> float:
+def _collective_seconds(part: Part, task: str, cluster: Cluster) -> float:
     """Over both links: their bytes fly at once, after the larger α."""
-    costs = {s: cluster.collective(s, verb) for s in task.streams if s != "compute"}
+    costs = {s: cluster.collective(s, part.kind) for s in part.streams if s != "compute"}
     if not costs:
-        raise ValueError(f"task {task.name!r} of kind {task.kind!r} must occupy intra or inter, got {task.streams}")
+        raise ValueError(f"task {task!r} of kind {part.kind!r} must occupy intra or inter, got {part.streams}")
     alpha = max(c.alpha_seconds for c in costs.values())
-    return alpha + max(c.seconds_per_byte * task.bytes * _share(task, verb, s, cluster) for s, c in costs.items())
+    return alpha + max(c.seconds_per_byte * part.bytes * _share(part, s, cluster) for s, c in costs.items())
 
 
-def _share(task: Task, verb: str, link: str, cluster: Cluster) -> float:
+def _share(part: Part, link: str, cluster: Cluster) -> float:
     """Share of a device's bytes on this link.
 
     A flat All-to-All's go to all other devices alike. Others run in rings, one a GPU of a node, and each ring enters a
     node once (derived from how NCCL builds rings where every GPU has a network card).
     """
-    if len(task.streams) == 1:
+    if len(part.streams) == 1:
         return 1.0
     others, mates = cluster.num_devices - 1, cluster.gpus_per_node - 1
-    inside = mates / others if verb == "all_to_all" and others else mates / cluster.gpus_per_node
+    inside = mates / others if part.kind == "all_to_all" and others else mates / cluster.gpus_per_node
     return inside if link == "intra" else 1 - inside
 
 

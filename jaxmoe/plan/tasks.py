@@ -17,6 +17,15 @@ Direction = Literal["forward", "recompute", "grad", "input_grad", "weight_grad"]
 
 
 @dataclass(frozen=True)
+class Part:
+    """One collective of a task: kind and bytes as of a task that is just this."""
+
+    kind: str
+    streams: tuple[str, ...]
+    bytes: float
+
+
+@dataclass(frozen=True)
 class Task:
     """One verb on one chunk.
 
@@ -25,7 +34,8 @@ class Task:
     "matmul" (flops), "memory" (bytes through memory), or a collective ("all_to_all", "all_gather", "reduce_scatter",
     "all_reduce"; bytes that one device sends), "encode:FORMAT" or "decode:FORMAT" (bytes uncoded). A collective that
     codes by itself is of kind "all_gather:FORMAT" and the like; encoded, decoded: bytes uncoded that it then codes. of:
-    in a backward pass, the forward task that it recomputes or pulls.
+    in a backward pass, the forward task that it recomputes or pulls. parts: the collectives of a task that is several,
+    one after the other; bytes is their sum.
     """
 
     name: str
@@ -42,6 +52,7 @@ class Task:
     chunk: int = 0
     direction: Direction = "forward"
     of: str = ""
+    parts: tuple[Part, ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -52,7 +63,7 @@ class Task:
         """
         found = object.__new__(Task)
         found.__dict__.update(self.__dict__, flops=other.flops * scale, bytes=other.bytes, encoded=other.encoded,
-                              decoded=other.decoded)
+                              decoded=other.decoded, parts=other.parts)
         return found
 
 
