@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxmoe import Roles
 from jaxmoe.config import from_dict
+from jaxmoe.plan.backward import reductions
 from jaxmoe.plan.block import SAVED, Block, pieces
 from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.forward import cover
@@ -103,6 +104,28 @@ def test_slices_hold_every_gradient_once(slices):
             assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
     sizes = [sum((p.hi - p.lo) * p.param.size / p.param.shape[0] for p in parts if p.param.shape) for parts in found]
     assert max(sizes) < 1.2 * sum(sizes) / len(sizes) + 1024 * 1024
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_reductions_count_bytes_by_collective_and_link(roles):
+    made = block(roles)
+    want: dict[tuple[str, tuple[str, ...]], float] = {}
+    for param in made.params:
+        ways, nbytes = made.size(param.gather), 4.0 * param.size
+        if ways > 1:
+            at = ("reduce_scatter", made.streams(param.gather))
+            want[at] = want.get(at, 0) + nbytes * (ways - 1) / ways
+        if (n := made.size(param.reduce)) > 1:
+            at = ("all_reduce", made.streams(param.reduce))
+            want[at] = want.get(at, 0) + 2 * nbytes / ways * (n - 1) / n
+    for slices in (1, 3):
+        found: dict[tuple[str, tuple[str, ...]], float] = {}
+        for task in reductions(replace(made, segment=1), slices).tasks:
+            assert task.bytes == pytest.approx(sum(p.bytes for p in task.parts))
+            assert set(task.streams) == {s for p in task.parts for s in p.streams}
+            for p in task.parts:
+                found[p.kind, p.streams] = found.get((p.kind, p.streams), 0) + p.bytes
+        assert found == pytest.approx(want)
 
 
 @pytest.mark.parametrize(("part", "parts", "others", "want"), [

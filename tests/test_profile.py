@@ -9,15 +9,24 @@ from jax.sharding import AxisType
 
 from jaxmoe import MoE, TopK
 from jaxmoe.config import from_dict
-from jaxmoe.measure.modules import fitted, with_modules
+from jaxmoe.measure import modules
+from jaxmoe.measure.modules import fitted, with_launch, with_modules
 from jaxmoe.measure.profile import as_text, fit, profile
+from jaxmoe.measure.timing import in_a_row
 from jaxmoe.plan.cluster import Cluster, Module, load_cluster
 from jaxmoe.plan.cost import amount, is_module, module_of, seconds
 from jaxmoe.plan.execute import watched
+from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.simulate import simulate
-from jaxmoe.plan.tasks import Task
+from jaxmoe.plan.tasks import Degrees, Task
 from jaxmoe.planned.layer import layer_plan
-from jaxmoe.planning import plan
+from jaxmoe.planning import coded, plan
+
+MEASURED = from_dict({
+    "mesh": {"axes": {"d": 8}}, "parallel": {"data": ["d"], "expert": ["d"]},
+    "schedule": {"kind": "pipemoe"}, "train": {"batch": 8},
+    "model": {"layers": 1, "d_model": 32, "heads": 2, "kv_heads": 2, "seq": 32, "vocab": 64, "scan": True},
+    "moe": {"num_experts": 8, "d_ff": 64, "dispatch": {"kind": "slots", "capacity_factor": 2.0}}})
 
 
 def test_fit_recovers_a_line():
@@ -83,15 +92,31 @@ def test_watching_sees_every_task_and_what_it_writes():
     assert wanted <= set(seen) and all(seen.values())
 
 
+@pytest.mark.parametrize("longer", [0.0, 0.05])
+def test_launching_takes_what_more_chunks_take_longer_than_simulated(monkeypatch, longer):
+    cluster = load_cluster("cpu-8")
+    few, many = (SCHEDULES["pipemoe"](coded(MEASURED, cluster), cluster, Degrees(r, r), slices=r) for r in (1, 4))
+    apart = simulate(many, cluster).makespan - simulate(few, cluster).makespan + longer
+    monkeypatch.setattr(modules, "stepper", lambda *_: lambda: None)
+    monkeypatch.setattr(modules, "seconds_of", lambda *_: ({"few": 1.0, "many": 1.0 + apart}, {}))
+    found = with_launch(MEASURED, cluster)
+    assert simulate(many, found).makespan - simulate(few, found).makespan == pytest.approx(apart, rel=1e-3, abs=1e-6)
+    assert (found.device.launch_seconds > 1e-6) == (longer > 0)
+    assert with_launch(MEASURED, cluster, degrees=(2,)) == cluster
+
+
+def test_calls_in_a_row_send_enough():
+    seen = []
+    calls, count = in_a_row(lambda: seen.append(0), 2**18)
+    calls()
+    assert len(seen) == count == 4
+    assert in_a_row(seen.clear, 1)[1] == 16 and in_a_row(seen.clear, 2**24)[1] == 1
+
+
 @pytest.mark.slow
 def test_a_measured_model_is_planned_with_its_modules():
-    cfg = from_dict({
-        "mesh": {"axes": {"d": 8}}, "parallel": {"data": ["d"], "expert": ["d"]},
-        "schedule": {"kind": "pipemoe"}, "train": {"batch": 8},
-        "model": {"layers": 1, "d_model": 32, "heads": 2, "kv_heads": 2, "seq": 32, "vocab": 64, "scan": True},
-        "moe": {"num_experts": 8, "d_ff": 64, "dispatch": {"kind": "slots", "capacity_factor": 2.0}}})
-    cluster, fits = with_modules(cfg, load_cluster("cpu-8"), repeats=1)
-    made = plan(cfg, cluster)
+    cluster, fits = with_modules(MEASURED, load_cluster("cpu-8"), repeats=1)
+    made = plan(MEASURED, cluster)
     tasks = [t for p in (made.graph.forward, made.graph.backward, made.graph.tail) for t in p.tasks]
     assert {module_of(t) for t in tasks if is_module(t)} <= set(cluster.modules) == {f.what for f in fits}
     later = {name: m.model_copy(update={"alpha_seconds": m.alpha_seconds + 1}) for name, m in cluster.modules.items()}
