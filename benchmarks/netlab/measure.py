@@ -101,7 +101,7 @@ def config(overrides: tuple[str, ...] = ()) -> Config:
 
 def fitted(mesh, repeats: int) -> Cluster:
     """The cluster with modules of CONFIG's model, raw and coded."""
-    cfg, cluster = config(), measured_cluster(mesh, 3)
+    cfg, cluster = config(), measured_cluster(mesh, repeats)
     for kind, degrees in (("raw", (1, 2, 4, 8)), (CODED, (2,))):
         one = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
         cluster, _ = with_modules(one, cluster, repeats, degrees)

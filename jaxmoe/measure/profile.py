@@ -24,6 +24,7 @@ from ..plan.cost import COLLECTIVES, bytes_sent
 from .timing import in_a_row, seconds_of
 
 SIZES = tuple(2**i for i in range(14, 24, 2))
+PIECES = 4
 LEAST = 16   # products beside an exchange: XLA:CPU runs the operations of short programs one after the other
 
 
@@ -157,22 +158,26 @@ def _contention(mesh: Mesh, links: Mapping[str, LinkName], fits: Mapping[str, Fi
     """Factor on an All-to-All's and a product's time while both run, the same for both: 1 if they do not disturb each
     other, 2 if they might as well take turns.
 
-    Of an All-to-All of the largest `size`, and of as many products of one width, in turn, as take about as long.
+    Of All-to-Alls of the largest `size` together, and of as many products of one width as take about as long, both in
+    `PIECES`, as chunks are: what a link waits for at first counts less.
     """
     which = "inter" if "inter" in links.values() else "intra"
     axes = tuple(a for a in mesh.axis_names if links.get(a) == which)
     link, matmul = fits[f"{which}.all_to_all"], fits["matmul"]
-    sent = partial(collectives.all_to_all, axes=axes)
     group = prod(mesh.shape[a] for a in axes)
-    rows = (group, max(1, size // jnp.dtype(dtype).itemsize // group))
+    rows = (PIECES, group, max(1, size // jnp.dtype(dtype).itemsize // group // PIECES))
     alone = dict(zip(widths, matmul.seconds, strict=True))
     width = max([w for w in widths if LEAST * alone[w] <= link.seconds[-1]], default=min(widths))
-    count = max(LEAST, round(link.seconds[-1] / alone[width]))
+    count = max(LEAST, round(link.seconds[-1] / alone[width])) // PIECES
+
+    def sent(x):
+        return [collectives.all_to_all(piece, axes) for piece in x]
 
     def products(a, b):
+        found = [a + i for i in range(PIECES)]
         for _ in range(count):
-            a = a @ b
-        return a
+            found = [each @ b for each in found]
+        return found
 
     square = (width, width)
     calls = {"link": _on_every_device(mesh, sent, rows, dtype=dtype),
