@@ -90,11 +90,12 @@ def test_two_hundred_steps_are_the_same_bits():
     check_same_bits(200, 2, CLASSES)
 
 
-def at_rate(seconds_per_byte):
-    """The H100 cluster with other links between nodes."""
+def at_rate(seconds_per_byte, links=("inter", "intra")):
+    """The H100 cluster with other links."""
     cost = AlphaBeta(origin="ours", alpha_seconds=3e-5, seconds_per_byte=seconds_per_byte)
     kinds = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-    return H100.model_copy(update={"inter": H100.inter.model_copy(update=dict.fromkeys(kinds, cost))})
+    return H100.model_copy(update={link: getattr(H100, link).model_copy(update=dict.fromkeys(kinds, cost))
+                                   for link in links})
 
 
 LARGE = config(parallel={"expert": ["node"]}, model={"d_model": 1024, "seq": 4096}, moe={"d_ff": 4096},
@@ -109,6 +110,12 @@ def test_auto_codes_on_slow_links_only(seconds_per_byte, codec):
         assert (choices[name].seconds["x4s"] < choices[name].seconds["off"]) == (codec is not None)
     assert (choices["gradients"].codec is not None) == (codec is not None)
     assert plan(LARGE, at_rate(seconds_per_byte)).block.codec == codec_policy.codec_of(tuple(choices.values()))
+
+
+def test_auto_leaves_gradients_alone_that_stay_within_nodes():
+    """Most are of experts, of which every node holds others."""
+    choices = {c.tensors: c.codec for c in codec_choices(LARGE, at_rate(1e-10, ("inter",)))}
+    assert choices["dispatch"] == "x4s" and choices["gradients"] is None
 
 
 def test_auto_is_off_without_rates_and_for_small_messages():
