@@ -19,6 +19,7 @@ test-core: $(VENV)/installed
 	$(BIN)/pytest -q -n 2 --dist loadfile -m core
 
 test-slow: $(VENV)/installed
+	$(BIN)/pip install -q -e '.[dev,hf,prove]'
 	$(BIN)/pytest -q -n 2 --dist loadfile -m slow
 
 lint: $(VENV)/installed

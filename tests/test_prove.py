@@ -154,7 +154,8 @@ def test_a_train_steps_promises_are_in_the_program_and_not_without_barriers():
     report = prove(config(), "8x8-h100", made)
     assert report.holds, report.text
     assert report.order_kept, report.departures
-    assert report.promised > 3 and report.bytes_overlapped > 0.2 * report.bytes_total
+    assert report.promised == len(made.forward_spans) + len(made.backward_spans) >= 3
+    assert report.bytes_overlapped > 0.4 * report.bytes_total
     assert report.peak_memory_bytes > 0
     without = prove(config("schedule.barriers=false"), "8x8-h100")
     assert not without.holds
