@@ -9,7 +9,7 @@ from jaxmoe.plan.closed_forms import saa_seconds
 from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.cost import bytes_sent, seconds
 from jaxmoe.plan.tasks import Task
-from jaxmoe.reproduce import NAMES, as_text, fsmoe, parm, reproduce, sm_aware, sp_moe, zipccl
+from jaxmoe.reproduce import NAMES, as_text, auto, fsmoe, parm, reproduce, sm_aware, sp_moe, zipccl
 from jaxmoe.reproduce.testbeds import TESTBEDS
 
 CLUSTERS = Path(__file__).parents[1] / "configs/clusters"
@@ -176,3 +176,9 @@ def test_mast_is_not_slower_than_what_it_searches(results):
     for variant in ("A", "B", "A, eta 0.7", "B, eta 0.7"):
         mean = [result["mean_speedup"][f"{variant}: {b}"] for b in ("deepspeed-moe", "tutel+pipemoe", "fsmoe")]
         assert mean[0] > mean[1] > mean[2] > 1
+
+
+def test_many_cases_are_planned_in_processes_of_their_own(monkeypatch):
+    case = ("A", auto.blocks("parm", TESTBEDS[0])[0])
+    monkeypatch.setattr(auto, "FEW", 0)
+    assert auto._ladders([case]) == [auto.ladder(*case)]

@@ -83,15 +83,8 @@ def measured_cluster(mesh, repeats: int) -> Cluster:
                                    decode_bytes_per_second=row["decode_bytes_per_second"] / 2)
               for row in bench_codec(formats=(CODED,), peers=False, repeats=repeats)}
     inside = AlphaBeta(origin="ours", alpha_seconds=1e-3, seconds_per_byte=1e-9)   # copies: too fast to be fitted
-    return from_first_host(found.model_copy(update={
-        "codecs": codecs, "intra": Link(**dict.fromkeys(COLLECTIVES, inside)), "links": LINKS}))
-
-
-def from_first_host(cluster: Cluster) -> Cluster:
-    text = cluster.to_toml().encode()
-    buffer = np.zeros(2**16, np.uint8)
-    buffer[: len(text)] = np.frombuffer(text, np.uint8)
-    return Cluster.from_toml(bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode())
+    return found.model_copy(update={
+        "codecs": codecs, "intra": Link(**dict.fromkeys(COLLECTIVES, inside)), "links": LINKS})
 
 
 def config(overrides: tuple[str, ...] = ()) -> Config:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -52,11 +51,8 @@ def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5,
             times.setdefault(module, {}).setdefault(n, []).append(seconds)
     fits = [fitted(module, {n: float(np.median(t)) for n, t in by_amount.items()})
             for module, by_amount in times.items()]
-    lines = np.asarray([(f.alpha_seconds, f.seconds_per_unit) for f in fits])
-    if fits and jax.process_count() > 1:
-        lines = multihost_utils.broadcast_one_to_all(lines)
-    modules = {f.what: Module(origin="measured", alpha_seconds=float(alpha), seconds_per_unit=float(unit))
-               for f, (alpha, unit) in zip(fits, lines, strict=True)}
+    modules = {f.what: Module(origin="measured", alpha_seconds=f.alpha_seconds, seconds_per_unit=f.seconds_per_unit)
+               for f in fits}
     return cluster.model_copy(update={"modules": cluster.modules | modules}), fits
 
 
@@ -73,8 +69,8 @@ def with_launch(cfg: Any, cluster: Cluster, repeats: int = 5, degrees: Sequence[
     few, many = plans[0], plans[-1]
     mesh = make_mesh(cfg)
     seconds, _ = seconds_of({name: stepper(cfg, mesh, p) for name, p in (("few", few), ("many", many))}, repeats)
-    measured = multihost_utils.broadcast_one_to_all(np.asarray(seconds["many"] - seconds["few"]))
-    least, most = 0.0, max(float(measured), 0.0)   # a second of launching makes them differ by many
+    measured = seconds["many"] - seconds["few"]
+    least, most = 0.0, max(measured, 0.0)   # a second of launching makes them differ by many
     for _ in range(HALVINGS):
         tried = _launching(cluster, (least + most) / 2)
         too_long = simulate(many, tried).makespan - simulate(few, tried).makespan > measured

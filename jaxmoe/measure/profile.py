@@ -50,8 +50,8 @@ def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequenc
     the only link.
 
     links: mesh axis -> link; collectives run over all axes of a link at once. sizes: bytes of a device's operand.
-    widths: of square matrix products on every device at once. In a run of several processes all call this; the first
-    one's clock counts, others may differ a little.
+    widths: of square matrix products on every device at once. In a run of several processes all call this, and get what
+    the first one measured.
     """
     fits = []
     for link in dict.fromkeys(links.values()):
@@ -194,7 +194,10 @@ def _copy(mesh: Mesh, dtype: Any, size: int):
     """An element-wise pass: reads and writes `size` bytes each."""
     itemsize = jnp.dtype(dtype).itemsize
     count = max(1, size // itemsize)
-    return _on_every_device(mesh, lambda x: x + 1, (count,), dtype=dtype), 2.0 * count * itemsize, 1
+    call = _on_every_device(mesh, lambda x: x + 1, (count,), dtype=dtype)
+    moved = 2.0 * count * itemsize
+    calls, times = in_a_row(call, moved)
+    return calls, moved, times
 
 
 def _cluster(mesh: Mesh, links: Mapping[str, LinkName], name: str, fits: Mapping[str, Fit]) -> Cluster:

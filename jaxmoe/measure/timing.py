@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 SUSTAINED = 2**20
@@ -16,8 +17,8 @@ MOST = 16   # calls in a row
 def times_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, in turns, so that noise meets all alike; after one call each.
 
-    In a run of several processes all make the same calls, and begin each together: a collective would otherwise count
-    the wait for processes that are still at an earlier call.
+    In a run of several processes all make the same calls, begin each together, and get what the first one's clock
+    said: a collective would otherwise count the wait for processes that are still at an earlier call.
     """
     for call in calls.values():
         jax.block_until_ready(call())
@@ -29,6 +30,9 @@ def times_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, 
             start = time.perf_counter()
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)
+    if jax.process_count() > 1:
+        first = multihost_utils.broadcast_one_to_all(np.asarray(list(times.values())))
+        times = {name: row.tolist() for name, row in zip(times, first, strict=True)}
     return times
 
 

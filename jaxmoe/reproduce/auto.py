@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -188,5 +188,10 @@ def _ladders(work: Sequence[tuple[str, Block]]) -> list[dict[str, float]]:
     if len(work) <= FEW:
         return [call(*w) for w in work]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context, partial(os.environ.update, JAX_PLATFORMS="cpu")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), context, _on_cpu) as pool:
         return list(pool.map(call, *zip(*work, strict=True), chunksize=8))
+
+
+def _on_cpu() -> None:
+    """For a process that is to leave GPUs alone."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
