@@ -155,8 +155,9 @@ class ScheduleConfig(Section):
     together. slices: pieces of the dense gradient's reduction; None = the schedule's choice. barriers: False leaves the
     order of tasks to XLA. sm_aware: ties tasks so that links get their multiprocessors first (see
     `jaxmoe.plan.passes.sm`). profile: before a run's first step, measure what the model's tasks take on the present
-    devices (`jaxmoe.measure.modules`), plan with that instead of the cluster's costs, and keep it as cluster.toml in
-    `train.run_dir`.
+    devices (`jaxmoe.measure.modules`), and plan with that instead of the cluster's costs. candidates: of "auto", how
+    many of the plans that are expected to be the fastest are measured as whole steps before a run's first step; the
+    fastest of them is run. What was chosen is kept as plan.json and cluster.toml in `train.run_dir`.
     """
 
     kind: Literal["plain", "sequential", "pipemoe", "parm-s1", "parm-s2", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
@@ -169,6 +170,7 @@ class ScheduleConfig(Section):
     barriers: bool = True
     sm_aware: bool = False
     profile: bool = False
+    candidates: PositiveInt = 1
 
     @property
     def is_planned(self) -> bool:
@@ -409,6 +411,10 @@ def _check_train(cfg: Config) -> None:
 
 
 def _check_schedule(cfg: Config) -> None:
+    if cfg.schedule.candidates > 1 and (cfg.schedule.kind != "auto" or cfg.schedule.plan is not None):
+        given = f'schedule.kind="{cfg.schedule.kind}"' if cfg.schedule.plan is None else "schedule.plan"
+        raise ConfigError(f'schedule.candidates must be 1 but for schedule.kind="auto" without schedule.plan, got '
+                          f"{cfg.schedule.candidates} with {given}")
     if not cfg.schedule.is_planned:
         return
     for key, value, want in (("model.scan", cfg.model.scan, True), ("model.moe_every", cfg.model.moe_every, 1)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,10 +23,12 @@ from .plan.cluster import Cluster, load_cluster
 from .plan.memory import Memory
 from .plan.passes import sm_aware
 from .plan.plan import Plan
-from .plan.search import PLANNERS, Found, plan_memory, search
+from .plan.search import PLANNERS, Found, fastest_way, plan_memory, search
 from .plan.tasks import Degrees
 from .planned.decoder import decoder_block, stack_parameters
 
+# Classes of tensors that the planner codes or leaves together.
+TOGETHER = (("dispatch", "combine"), ("parameters", "gradients"))
 # train.remat -> families of values that are kept for the backward pass.
 KEPT = {
     "none": SAVED,
@@ -42,21 +46,30 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     Example: ``made = jaxmoe.plan(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml"), "8x8-h100")``
     """
     cluster = _cluster(cfg.schedule.cluster if cluster is None else cluster)
-    block = coded(cfg, cluster)
+    kind = cfg.schedule.kind
     if cfg.schedule.plan is not None:
-        return _read(cfg.schedule.plan, block, () if cfg.codec.kind != "auto" else ("codec",))
-    if cfg.schedule.kind not in PLANNERS:
-        raise ValueError(f"schedule.kind must be one of {', '.join(PLANNERS)} to make a plan, "
-                         f"got {cfg.schedule.kind!r}")
-    return _made(cfg.schedule.kind, block, cluster, _degrees(cfg), cfg)
+        return _read(cfg.schedule.plan, coded(cfg, cluster), () if cfg.codec.kind != "auto" else ("codec",))
+    if kind not in PLANNERS:
+        raise ValueError(f"schedule.kind must be one of {', '.join(PLANNERS)} to make a plan, got {kind!r}")
+    if kind == "auto":
+        return _finished(_searched(cfg, cluster, _degrees(cfg)).plan, cluster, cfg)
+    made = PLANNERS[kind](coded(cfg, cluster), cluster, _degrees(cfg), saved=KEPT[cfg.train.remat],
+                          slices=cfg.schedule.slices)
+    return _finished(made, cluster, cfg)
 
 
 def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
     """The plan that cfg asks for, and the modelled seconds of every schedule that can run it, at its best degrees."""
     if cfg.schedule.kind == "auto" and cfg.schedule.plan is None and cfg.schedule.degrees is None:
-        found = _searched(coded(cfg, cluster), cluster, None, cfg)
-        return _finished(found.plan, cluster, cfg), dict(found.seconds)
-    return plan(cfg, cluster), dict(_searched(coded(cfg, cluster), cluster, None, cfg, math.inf).seconds)
+        found = _searched(cfg, cluster)
+        return _finished(found.plan, cluster, cfg), found.seconds
+    return plan(cfg, cluster), _searched(cfg, cluster, memory_bytes=math.inf).seconds
+
+
+def candidates(cfg: Any, cluster: Cluster) -> list[Plan]:
+    """The `schedule.candidates` plans of "auto" that are expected to be the fastest, each cut otherwise."""
+    found = _searched(cfg, cluster, _degrees(cfg)).candidates[:cfg.schedule.candidates]
+    return [_finished(c.plan, cluster, cfg) for c in found]
 
 
 def memory_of(cfg: Any, made: Plan) -> Memory:
@@ -64,10 +77,21 @@ def memory_of(cfg: Any, made: Plan) -> Memory:
     return plan_memory(made, _outside(cfg))
 
 
-def _searched(block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any,
-              memory_bytes: float | None = None) -> Found:
+def _searched(cfg: Any, cluster: Cluster, degrees: Degrees | None = None, memory_bytes: float | None = None) -> Found:
     """Under the device's memory; what `train.remat` keeps, or less where that does not fit."""
-    return search(block, cluster, degrees, cfg.schedule.slices, KEPT[cfg.train.remat], _outside(cfg), memory_bytes)
+    return fastest_way(search(block, cluster, degrees, cfg.schedule.slices, KEPT[cfg.train.remat], _outside(cfg),
+                              memory_bytes) for block in _ways_to_code(cfg, cluster))
+
+
+def _ways_to_code(cfg: Any, cluster: Cluster) -> list[Block]:
+    """The block coded as `[codec]` asks for, and without what "auto" codes of activations, of parameters or of both:
+    what sending takes may be hidden where coding is not."""
+    block, found = block_of(cfg, cluster), []
+    for off in itertools.chain.from_iterable(itertools.combinations(TOGETHER, n) for n in range(len(TOGETHER) + 1)):
+        names = set(itertools.chain(*off))
+        asked = {name: "off" if how == "auto" and name in names else how for name, how in cfg.codec.asked.items()}
+        found.append(_coded(block, cfg, cluster, asked))
+    return list(dict.fromkeys(found))
 
 
 def _outside(cfg: Any) -> float:
@@ -84,26 +108,27 @@ def _outside(cfg: Any) -> float:
 
 def codec_choices(cfg: Any, cluster: Cluster) -> tuple[codec_policy.Choice, ...]:
     """How each class of tensors is coded, as `[codec]` asks for, and why."""
-    block, degrees = block_of(cfg, cluster), _degrees(cfg)
-    if degrees is not None and block.chunk == "slots":   # schedules that cut otherwise say so themselves
-        degrees = Degrees(degrees.moe_forward, degrees.moe_backward)
-    return codec_policy.choose(block, cluster, cfg.codec.asked, cfg.codec.min_bytes, degrees)
+    return _choices(block_of(cfg, cluster), cfg, cluster, cfg.codec.asked)
 
 
 def coded(cfg: Any, cluster: Cluster) -> Block:
     """The config's block, coded as `[codec]` asks for."""
-    return replace(block_of(cfg, cluster), codec=codec_policy.codec_of(codec_choices(cfg, cluster)))
+    return _coded(block_of(cfg, cluster), cfg, cluster, cfg.codec.asked)
+
+
+def _coded(block: Block, cfg: Any, cluster: Cluster, asked: Mapping[str, str]) -> Block:
+    return replace(block, codec=codec_policy.codec_of(_choices(block, cfg, cluster, asked)))
+
+
+def _choices(block: Block, cfg: Any, cluster: Cluster, asked: Mapping[str, str]) -> tuple[codec_policy.Choice, ...]:
+    degrees = _degrees(cfg)
+    if degrees is not None and block.chunk == "slots":   # schedules that cut otherwise say so themselves
+        degrees = Degrees(degrees.moe_forward, degrees.moe_backward)
+    return codec_policy.choose(block, cluster, asked, cfg.codec.min_bytes, degrees)
 
 
 def _degrees(cfg: Any) -> Degrees | None:
     return None if cfg.schedule.degrees is None else Degrees(**cfg.schedule.degrees.model_dump())
-
-
-def _made(kind: str, block: Block, cluster: Cluster, degrees: Degrees | None, cfg: Any) -> Plan:
-    if kind == "auto":
-        return _finished(_searched(block, cluster, degrees, cfg).plan, cluster, cfg)
-    made = PLANNERS[kind](block, cluster, degrees, saved=KEPT[cfg.train.remat], slices=cfg.schedule.slices)
-    return _finished(made, cluster, cfg)
 
 
 def _finished(made: Plan, cluster: Cluster, cfg: Any) -> Plan:

@@ -17,7 +17,7 @@ from jaxmoe.plan.graph import task_graph
 from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.tasks import Degrees
-from jaxmoe.planning import block_of, codec_choices, plan
+from jaxmoe.planning import block_of, codec_choices, compare, plan
 from jaxmoe.training.step import compiled_step, init_state
 
 H100 = load_cluster("8x8-h100")
@@ -110,6 +110,25 @@ def test_auto_codes_on_slow_links_only(seconds_per_byte, codec):
         assert (choices[name].seconds["x4s"] < choices[name].seconds["off"]) == (codec is not None)
     assert (choices["gradients"].codec is not None) == (codec is not None)
     assert plan(LARGE, at_rate(seconds_per_byte)).block.codec == codec_policy.codec_of(tuple(choices.values()))
+
+
+def test_auto_plans_without_coding_where_that_hides_less():
+    """Here dispatch and combine would take less time coded, but they are hidden, which coding is not."""
+    cluster = at_rate(3e-11)
+    product = cluster.matmul.model_copy(update={"seconds_per_flop": 30 * cluster.matmul.seconds_per_flop})
+    cluster = cluster.model_copy(update={"matmul": product})
+    auto = config(LARGE.model_dump(), schedule={"kind": "auto"}, model={"layers": 4})
+    choices = codec_choices(auto, cluster)
+    assert all(c.codec for c in choices)
+    made, seconds = compare(auto, cluster)
+    assert {n for n, _ in made.block.codec} == {"parameters", "gradients"}
+    asked = {c.tensors: c.codec for c in choices}
+    for kinds in (asked, dict.fromkeys(CLASSES, "off")):
+        _, others = compare(config(auto.model_dump(), codec=kinds), cluster)
+        assert seconds["auto"] < min(others.values())
+    shown = {c.tensors: c for c in codec_policy.as_planned(choices, made.block)}
+    assert shown["dispatch"].codec is None and shown["dispatch"].why == "as the plan has it"
+    assert shown["gradients"] in choices
 
 
 def test_auto_leaves_gradients_alone_that_stay_within_nodes():

@@ -9,18 +9,22 @@ from jax.sharding import AxisType
 
 from jaxmoe import MoE, TopK
 from jaxmoe.config import from_dict
-from jaxmoe.measure import modules
+from jaxmoe.measure import choice, modules, training
 from jaxmoe.measure.modules import fitted, with_launch, with_modules
 from jaxmoe.measure.profile import as_text, fit, profile
 from jaxmoe.measure.timing import in_a_row
+from jaxmoe.mesh import make_mesh
 from jaxmoe.plan.cluster import Cluster, Module, load_cluster
 from jaxmoe.plan.cost import amount, is_module, module_of, seconds
 from jaxmoe.plan.execute import watched
+from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.simulate import simulate
 from jaxmoe.plan.tasks import Degrees, Task
 from jaxmoe.planned.layer import layer_plan
-from jaxmoe.planning import coded, plan
+from jaxmoe.planning import candidates, coded, plan
+from jaxmoe.training import loop
+from jaxmoe.training.loop import train
 
 MEASURED = from_dict({
     "mesh": {"axes": {"d": 8}}, "parallel": {"data": ["d"], "expert": ["d"]},
@@ -97,7 +101,7 @@ def test_launching_takes_what_more_chunks_take_longer_than_simulated(monkeypatch
     cluster = load_cluster("cpu-8")
     few, many = (SCHEDULES["pipemoe"](coded(MEASURED, cluster), cluster, Degrees(r, r), slices=r) for r in (1, 4))
     apart = simulate(many, cluster).makespan - simulate(few, cluster).makespan + longer
-    monkeypatch.setattr(modules, "stepper", lambda *_: lambda: None)
+    monkeypatch.setattr(modules, "steppers", lambda *_: {})
     monkeypatch.setattr(modules, "seconds_of", lambda *_: ({"few": 1.0, "many": 1.0 + apart}, {}))
     found = with_launch(MEASURED, cluster)
     assert simulate(many, found).makespan - simulate(few, found).makespan == pytest.approx(apart, rel=1e-3, abs=1e-6)
@@ -111,6 +115,51 @@ def test_calls_in_a_row_send_enough():
     calls()
     assert len(seen) == count == 4
     assert in_a_row(seen.clear, 1)[1] == 16 and in_a_row(seen.clear, 2**24)[1] == 1
+
+
+AUTO = from_dict(MEASURED.model_dump() | {"schedule": {"kind": "auto", "cluster": "cpu-8", "candidates": 3}})
+
+
+def test_the_candidate_that_is_measured_as_the_fastest_is_chosen(monkeypatch):
+    monkeypatch.setattr(training, "steppers", lambda cfg, mesh, plans: plans)
+    monkeypatch.setattr(training, "seconds_of", lambda calls, repeats: ({n: abs(int(n) - 1.0) for n in calls}, {}))
+    made = candidates(AUTO, load_cluster("cpu-8"))
+    found = choice.choose(AUTO, None)
+    assert len(made) == 3 and found.plan == made[1] and found.seconds == (1.0, 0.0, 1.0)
+    assert "the fastest of 3, whose steps took 1.000, 0.000, 1.000 s" in found.text
+    assert made[0] == plan(AUTO)
+
+
+def test_a_run_keeps_its_choice(monkeypatch, tmp_path):
+    chosen = choice.Choice(candidates(AUTO, load_cluster("cpu-8"))[-1], load_cluster("cpu-8"), (3.0, 2.0, 1.0))
+    asked = []
+    monkeypatch.setattr(choice, "choose", lambda *_: asked.append(1) or chosen)
+    for resume in (False, True):
+        assert loop.measured_plan(AUTO, None, tmp_path, resume)[0] == chosen.plan
+        assert len(asked) == 1
+    assert Plan.from_json((tmp_path / "plan.json").read_text()) == chosen.plan
+    assert load_cluster(tmp_path / "cluster.toml") == chosen.cluster
+    other = AUTO.model_copy(update={"train": AUTO.train.model_copy(update={"batch": 16})})
+    loop.measured_plan(other, None, tmp_path, True)   # what was kept is for other shapes
+    assert len(asked) == 2
+    assert loop.measured_plan(MEASURED, None, tmp_path, True) == (None, "")
+
+
+@pytest.mark.slow
+def test_steps_of_candidates_are_measured(tmp_path):
+    calls = training.steppers(AUTO, make_mesh(AUTO), dict(enumerate(candidates(AUTO, load_cluster("cpu-8")))))
+    losses = [float(call()) for _ in range(2) for call in calls.values()]
+    assert losses == sorted(losses, reverse=True)   # all train one model, on one batch; the first at rate 0
+    assert len(set(losses)) == 5
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text("abcd" * 200)
+    options = {"steps": 1, "eval_batches": 0, "sample_tokens": 0, "run_dir": str(tmp_path / "run"),
+               "data": {"kind": "text", "files": str(tmp_path / "*.txt")}}
+    cfg = from_dict(AUTO.model_dump() | {"model": AUTO.model.model_dump() | {"vocab": 256},
+                                         "train": AUTO.train.model_dump() | options})
+    assert train(cfg, quiet=True)["steps"] == 1
+    kept = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
+    assert kept in candidates(cfg, load_cluster(tmp_path / "run" / "cluster.toml"))
 
 
 @pytest.mark.slow

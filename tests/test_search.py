@@ -15,6 +15,7 @@ from jaxmoe.plan.memory import Memory, estimate, live
 from jaxmoe.plan.orders import Quick, chains
 from jaxmoe.plan.schedules.base import Bench
 from jaxmoe.plan.search import Space, combined, search
+from jaxmoe.plan.simulate import simulate
 from jaxmoe.plan.tasks import Degrees, Pass, Task
 from jaxmoe.planning import plan
 from jaxmoe.reproduce import auto, reproduce
@@ -187,6 +188,13 @@ def test_a_plan_fits_the_device_or_none_is_made():
     with pytest.raises(ValueError, match="device.memory_bytes of cluster '8x8-h100' must hold a plan, got 0.00 GB, "
                                          "but the smallest one takes .* use .*, or a larger device"):
         search(given, H100, memory_bytes=1e6)
+
+
+def test_candidates_are_cut_apart_and_in_order():
+    found = search(block(), H100, memory_bytes=float("inf")).candidates
+    assert len(found) > 2 and len({(c.plan.block, c.plan.degrees) for c in found}) == len(found)
+    seconds = [simulate(c.plan, H100).makespan for c in found]
+    assert seconds == sorted(seconds) == [c.seconds for c in found]
 
 
 def test_more_chunks_are_chosen_where_only_they_fit():

@@ -34,7 +34,7 @@ from jaxmoe.measure.codec import bench_codec  # noqa: E402
 from jaxmoe.measure.modules import with_launch, with_modules  # noqa: E402
 from jaxmoe.measure.profile import profile  # noqa: E402
 from jaxmoe.measure.timing import times_of  # noqa: E402
-from jaxmoe.measure.training import stepper  # noqa: E402
+from jaxmoe.measure.training import steppers  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
 from jaxmoe.plan import codec_policy  # noqa: E402
 from jaxmoe.plan.block import CLASSES  # noqa: E402
@@ -137,7 +137,7 @@ def step_rows(mesh, repeats: int, overrides: list[str], path: Path | None) -> li
     cluster = kept(path, lambda: fitted(mesh, repeats))
     cfg = config(tuple(overrides))
     plans = plans_of(cfg, cluster)
-    times = times_of({name: stepper(cfg, mesh, plan) for name, plan in plans.items()}, repeats)
+    times = times_of(steppers(cfg, mesh, plans), repeats)
     timelines = {name: simulate(plan, cluster) for name, plan in plans.items()}
     rest = max(median(median(times[name]) - timelines[name].makespan for name in plans), 0.0)
     rows = []

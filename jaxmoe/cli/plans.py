@@ -29,13 +29,15 @@ def plan(
 
     cfg = load_config(config, overrides(context.args))
     pin_cpu_without_gpu()
+    from ..plan.codec_policy import as_planned
     from ..planning import codec_choices, compare, memory_of
 
     costs = _cluster(cfg, cluster)
     chosen, others = compare(cfg, costs)
     if out is not None:
         out.write_text(chosen.to_json())
-    _show(chosen, costs, others, timeline, trace, as_json, memory_of(cfg, chosen), codec_choices(cfg, costs))
+    _show(chosen, costs, others, timeline, trace, as_json, memory_of(cfg, chosen),
+          as_planned(codec_choices(cfg, costs), chosen.block))
 
 
 @app.command()

@@ -30,7 +30,7 @@ from ..planning import coded
 from ..training.step import compiled_step, init_state
 from .profile import Fit, fit
 from .timing import in_a_row, seconds_of
-from .training import random_batch, stepper
+from .training import random_batch, steppers
 
 DEGREES = (1, 2, 4)
 HALVINGS = 30
@@ -68,7 +68,7 @@ def with_launch(cfg: Any, cluster: Cluster, repeats: int = 5, degrees: Sequence[
         return cluster
     few, many = plans[0], plans[-1]
     mesh = make_mesh(cfg)
-    seconds, _ = seconds_of({name: stepper(cfg, mesh, p) for name, p in (("few", few), ("many", many))}, repeats)
+    seconds, _ = seconds_of(steppers(cfg, mesh, {"few": few, "many": many}), repeats)
     measured = seconds["many"] - seconds["few"]
     least, most = 0.0, max(measured, 0.0)   # a second of launching makes them differ by many
     for _ in range(HALVINGS):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from ..mesh import batch_sharding, make_mesh, roles_of
 from ..plan.cluster import load_cluster
 from ..plan.plan import Plan
 from ..plan.simulate import simulate
+from ..planning import plan
 from ..training.step import compiled_step, init_state
 from .timing import seconds_of
 
@@ -23,12 +25,28 @@ def random_batch(cfg: Any, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback(tokens.shape, batch_sharding(mesh, roles_of(cfg)), lambda at: tokens[at])
 
 
-def stepper(cfg: Any, mesh: Mesh, plan: Plan | None = None) -> Callable[[], Any]:
-    """A call that takes one training step, on the same batch each time. plan: None = that of cfg."""
-    model, optimizer = init_state(cfg, mesh, plan)
-    step = compiled_step(cfg, model, optimizer)
-    batch = random_batch(cfg, mesh)
-    return lambda: step(batch)["loss"]
+def steppers(cfg: Any, mesh: Mesh, plans: Mapping[str, Plan | None]) -> dict[str, Callable[[], jax.Array]]:
+    """By name, calls that take one training step each, of one model and on one batch. None = without a plan."""
+    model, optimizer = init_state(cfg, mesh, next((p for p in plans.values() if p is not None), None))
+    batch, calls = random_batch(cfg, mesh), {}
+    for name, made in plans.items():
+        model.plan = made
+        calls[name] = partial(_loss, compiled_step(cfg, model, optimizer), batch)
+    return calls
+
+
+def _loss(step: Callable[[jax.Array], dict[str, jax.Array]], batch: jax.Array) -> jax.Array:
+    return step(batch)["loss"]
+
+
+def fastest(cfg: Any, mesh: Mesh, plans: Sequence[Plan], repeats: int = 5) -> tuple[Plan, list[float]]:
+    """The plan whose training steps take the least time on the present devices, and the median seconds of all.
+
+    In a run of several processes all call this with the same plans, and get the same.
+    """
+    seconds, _ = seconds_of(steppers(cfg, mesh, {str(i): p for i, p in enumerate(plans)}), repeats)
+    found = [seconds[str(i)] for i in range(len(plans))]
+    return plans[found.index(min(found))], found
 
 
 def bench_train(cfg: Any, schedules: Sequence[str] = ("plain", "sequential", "pipemoe"),
@@ -38,25 +56,18 @@ def bench_train(cfg: Any, schedules: Sequence[str] = ("plain", "sequential", "pi
     Keys: schedule, step_seconds (median), spread, tokens_per_second, over_plain (step_seconds over those of "plain"),
     predicted_seconds of the stack's tasks on `schedule.cluster` (modelled; without embedding, head and optimizer).
     """
-    mesh = make_mesh(cfg)
-    batch = random_batch(cfg, mesh)
-    calls, plans = {}, {}
-    for kind in schedules:
-        this = cfg.model_copy(update={"schedule": cfg.schedule.model_copy(update={"kind": kind}),
-                                      "model": cfg.model.model_copy(update={"scan": True})})
-        model, optimizer = init_state(this, mesh)
-        step = compiled_step(this, model, optimizer)
-        plans[kind] = getattr(model, "plan", None)
-        calls[kind] = lambda step=step: step(batch)
-    seconds, spread = seconds_of(calls, repeats)
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"scan": True})})
+    plans = {kind: None if kind == "plain" else plan(cfg.model_copy(
+        update={"schedule": cfg.schedule.model_copy(update={"kind": kind})})) for kind in schedules}
+    seconds, spread = seconds_of(steppers(cfg, make_mesh(cfg), plans), repeats)
     cluster = load_cluster(cfg.schedule.cluster)
     rows = []
-    for kind in schedules:
+    for kind, made in plans.items():
         row = {"schedule": kind, "step_seconds": seconds[kind], "spread": spread[kind],
                "tokens_per_second": cfg.train.batch * cfg.model.seq / seconds[kind]}
         if "plain" in seconds:
             row["over_plain"] = seconds[kind] / seconds["plain"]
-        if plans[kind] is not None:
-            row["predicted_seconds"] = simulate(plans[kind], cluster).makespan
+        if made is not None:
+            row["predicted_seconds"] = simulate(made, cluster).makespan
         rows.append(row)
     return rows

@@ -2,7 +2,7 @@
 
 A class is coded iff t_encode + α + β n / ratio + t_decode < α + β n, summed over its collectives in a layer (derived;
 rule and costs are the plan's own: `cost.seconds` of the tasks with and without a format). Nothing else decides, but
-for `min_bytes` where the config gives one. What overlap hides is not counted.
+for `min_bytes` where the config gives one. What overlap hides is not counted: schedule "auto" plans without coding too.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ def choose(block: Block, cluster: Cluster, asked: Mapping[str, str], min_bytes: 
 def codec_of(choices: tuple[Choice, ...]) -> tuple[tuple[str, str], ...]:
     """What a block holds."""
     return tuple((c.tensors, c.codec) for c in choices if c.codec is not None)
+
+
+def as_planned(choices: tuple[Choice, ...], block: Block) -> tuple[Choice, ...]:
+    """The choices, but for what a plan of the block leaves uncoded."""
+    coded = dict(block.codec)
+    other = lambda c: replace(c, codec=coded.get(c.tensors), why="as the plan has it")  # noqa: E731
+    return tuple(c if c.codec == coded.get(c.tensors) else other(c) for c in choices)
 
 
 def _choice(block: Block, cluster: Cluster, name: str, asked: str, min_bytes: int, degrees: Degrees) -> Choice:

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .block import SAVED, Block, less_saved
 from .cluster import AlphaBeta, Cluster, Link
@@ -36,14 +37,43 @@ FINISHED = 2     # combinations that are improved, and of which what flies besid
 FASTER = 2.0     # what `explain` tries
 
 
-@dataclass(frozen=True)
-class Found:
-    """timeline: the plan's. seconds: modelled, of the stack, by schedule; "auto" is the plan's. memory: an estimate."""
+class Candidate(NamedTuple):
+    """A plan, what it is expected to take, and an estimate of its memory."""
 
     plan: Plan
     timeline: Timeline
-    seconds: Mapping[str, float]
     memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        """Modelled, of the stack."""
+        return self.timeline.makespan
+
+
+@dataclass(frozen=True)
+class Found:
+    """candidates: plans that fit, of each way to cut the block and of each degrees the fastest in simulation, the
+    fastest of all first. alone: modelled seconds of the stack, by schedule."""
+
+    candidates: tuple[Candidate, ...]
+    alone: Mapping[str, float]
+
+    @property
+    def plan(self) -> Plan:
+        return self.candidates[0].plan
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.candidates[0].timeline
+
+    @property
+    def memory(self) -> Memory:
+        return self.candidates[0].memory
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By schedule; "auto" is the plan's."""
+        return {**self.alone, "auto": self.candidates[0].seconds}
 
 
 @dataclass(frozen=True)
@@ -112,22 +142,35 @@ def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slice
     """
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     space = Space(degrees, (slices,) if slices else SLICES, limit, outside)
-    found: list[tuple[Timeline, Plan, Memory]] = []
-    seconds: dict[str, float] = {}
+    found: list[Candidate] = []
+    alone: dict[str, float] = {}
     for kept in _worth_trying(block, [saved, *less_saved(saved)], space):
         made = _plans(block, Bench(cluster, kept), space)
-        seconds = seconds or {plan.schedule: timeline.makespan for timeline, plan, _ in made if plan.schedule != "auto"}
+        alone = alone or {c.plan.schedule: c.seconds for c in made if c.plan.schedule != "auto"}
         found += made
-        fastest = min(made, key=_makespan, default=None)
-        if fastest is None or fastest[2].total <= limit:   # who saves less has more to do
+        fastest = min(made, key=lambda c: c.seconds, default=None)
+        if fastest is None or fastest.memory.total <= limit:   # who saves less has more to do
             break
     if not found:
         raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
-    fitting = [f for f in found if f[2].total <= limit]
+    fitting = [c for c in found if c.memory.total <= limit]
     if not fitting:
-        raise ValueError(does_not_fit(min((m for *_, m in found), key=lambda m: m.total), limit, cluster))
-    timeline, best, memory = min(fitting, key=_makespan)
-    return Found(replace(best, schedule="auto"), timeline, seconds | {"auto": timeline.makespan}, memory)
+        raise ValueError(does_not_fit(min((c.memory for c in found), key=lambda m: m.total), limit, cluster))
+    return Found(_best_of_each(fitting), alone)
+
+
+def fastest_way(found: Iterable[Found]) -> Found:
+    """Of blocks that differ in how tensors are coded: all plans, and of each schedule its fastest."""
+    found = tuple(found)
+    alone = {name: min(f.alone.get(name, math.inf) for f in found) for f in found for name in f.alone}
+    return Found(_best_of_each(c for f in found for c in f.candidates), alone)
+
+
+def _best_of_each(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    best: dict[tuple[Block, Degrees], Candidate] = {}
+    for c in sorted(candidates, key=lambda c: c.seconds):
+        best.setdefault((c.plan.block, c.plan.degrees), c._replace(plan=replace(c.plan, schedule="auto")))
+    return tuple(best.values())
 
 
 def _worth_trying(block: Block, sets: list[tuple[str, ...]], space: Space) -> list[tuple[str, ...]]:
@@ -141,20 +184,15 @@ def _worth_trying(block: Block, sets: list[tuple[str, ...]], space: Space) -> li
     return [kept for kept in sets if kept == sets[-1] or lasting(kept) <= space.limit]
 
 
-def _makespan(found: tuple[Timeline, Plan, Memory]) -> float:
-    return found[0].makespan
-
-
-def _plans(block: Block, bench: Bench, space: Space) -> list[tuple[Timeline, Plan, Memory]]:
+def _plans(block: Block, bench: Bench, space: Space) -> list[Candidate]:
     """Every schedule's own plan, and the best combinations of those that fit."""
-    alone = singles(block, bench, space)
-    plans = [SCHEDULES[name].plan(c.trials, c.choice) for name, c in alone.items()]
-    timed = [(simulate(p, bench.cluster), p, plan_memory(p, space.outside)) for p in plans]
-    known = min((t.makespan for t, _, m in timed if m.total <= space.limit), default=math.inf) / block.layers
-    for found in finished(block, bench, slowdown(bench.cluster), space, known):
-        made = found.plan()
-        timed.append((simulate(made, bench.cluster), made, plan_memory(made, space.outside)))
-    return timed
+    def candidate(made: Plan) -> Candidate:
+        return Candidate(made, simulate(made, bench.cluster), plan_memory(made, space.outside))
+
+    found = [candidate(SCHEDULES[name].plan(c.trials, c.choice)) for name, c in singles(block, bench, space).items()]
+    known = min((c.seconds for c in found if c.memory.total <= space.limit), default=math.inf) / block.layers
+    best = finished(block, bench, slowdown(bench.cluster), space, known)
+    return found + [candidate(c.plan()) for c in best]
 
 
 def singles(block: Block, bench: Bench, space: Space = Space()) -> dict[str, Combination]:

@@ -17,9 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmoe.measure.modules import with_launch, with_modules
+from jaxmoe.measure import choice
 from jaxmoe.mesh import axes_size, batch_sharding, make_mesh, roles_of
-from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.plan import Plan
 from jaxmoe.planning import plan
 from jaxmoe.training import data as data_lib
@@ -196,7 +195,8 @@ def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, window
     batches: Any = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed, rows)
     eval_rows, place_eval = placer(options.batch // options.accumulate)
     heldout = [place_eval(window[eval_rows]) for window in windows]
-    model, optimizer = init_state(cfg, mesh, _profiled_plan(cfg, run_dir, resume))
+    made, how = measured_plan(cfg, mesh, run_dir, resume)
+    model, optimizer = init_state(cfg, mesh, made)
     is_first = jax.process_index() == 0
     if is_first:
         write_config(run_dir, cfg)
@@ -208,6 +208,8 @@ def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, window
     previous = [row for row in read_metrics(run_dir) if row.get("eval_loss") is not None and row["step"] <= step]
     log = MetricsLog(run_dir, step) if is_first else None
     display = Display(options.steps, step, quiet or not is_first)
+    if how:
+        display.say(how)
     if resume:
         display.say(f"resumed at step {step} of {options.steps}")
     last = {"loss": previous[-1]["loss"] if previous else math.nan}
@@ -217,19 +219,22 @@ def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, window
                eval_loss=previous[-1]["eval_loss"] if previous else None)
 
 
-def _profiled_plan(cfg: Any, run_dir: Path, resume: bool) -> Plan | None:
-    """With `schedule.profile`, the plan by what tasks take on these devices, measured once in a run."""
-    if not (cfg.schedule.profile and cfg.schedule.is_planned):
-        return None
-    kept = run_dir / "cluster.toml"
+def measured_plan(cfg: Any, mesh: Mesh, run_dir: Path, resume: bool) -> tuple[Plan | None, str]:
+    """The plan that measurements choose, and how; chosen once in a run, and again if it does not fit any more what is
+    resumed. None = the plan of cfg."""
+    if not choice.measures(cfg):
+        return None, ""
+    kept = run_dir / "plan.json"
     if resume and kept.is_file():
-        return plan(cfg, load_cluster(kept))
-    cluster, _ = with_modules(cfg, load_cluster(cfg.schedule.cluster))
-    cluster = with_launch(cfg, cluster)
+        with contextlib.suppress(ValueError):
+            schedule = cfg.schedule.model_copy(update={"plan": str(kept)})
+            return plan(cfg.model_copy(update={"schedule": schedule})), ""
+    found = choice.choose(cfg, mesh)
     if jax.process_index() == 0:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(cluster.to_toml())
-    return plan(cfg, cluster)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        kept.write_text(found.plan.to_json())
+        (run_dir / "cluster.toml").write_text(found.cluster.to_toml())
+    return found.plan, found.text
 
 
 def _steps(run: Run) -> None:

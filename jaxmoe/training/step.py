@@ -78,7 +78,7 @@ def _place_like_params(opt_state: Any, params: Any, mesh: jax.sharding.Mesh) -> 
     return jax.jit(lambda tree: tree, out_shardings=shardings)(opt_state)
 
 
-def init_state(cfg: Any, mesh: jax.sharding.Mesh, made: Plan | None = None) -> tuple[nnx.Module, nnx.Optimizer]:
+def init_state(cfg: Any, mesh: jax.sharding.Mesh, made: Plan | None = None) -> tuple[DecoderLM, nnx.Optimizer]:
     """The model and its optimizer, whose state is sharded as the parameters are. made: None = the plan of cfg."""
     model = DecoderLM(cfg, mesh, rngs=nnx.Rngs(cfg.train.seed))
     if made is not None or cfg.schedule.is_planned:
