@@ -16,6 +16,7 @@ from .plan.plan import Plan as Plan
 from .plan.simulate import simulate as simulate
 from .planning import plan as plan
 from .proof import prove as prove
+from .roles import choose_roles as choose_roles
 from .routing import Cosine as Cosine
 from .routing import ExpertChoice as ExpertChoice
 from .routing import NoisyTopK as NoisyTopK

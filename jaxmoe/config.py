@@ -34,9 +34,14 @@ class MeshConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Mesh axes of each role; a role left out is off."""
+    """Mesh axes of each role; a role left out is off.
 
-    kind: Literal["given"] = "given"
+    kind: "auto" lets the planner choose the roles that are left out (see `jaxmoe.roles`). sizes: role -> devices of its
+    groups, of those; others may have any size.
+    """
+
+    kind: Literal["given", "auto"] = "given"
+    sizes: dict[Literal["data", "expert", "expert_shard", "model", "fsdp"], PositiveInt] = {}
     data: tuple[str, ...] = ()
     expert: tuple[str, ...] = ()
     expert_shard: tuple[str, ...] = ()
@@ -266,6 +271,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     except ValidationError as e:
         raise ConfigError(_message(e)) from None
     _check_mesh(cfg)
+    _check_parallel(cfg)
     _check_sizes(cfg)
     _check_router(cfg)
     _check_train(cfg)
@@ -352,6 +358,18 @@ def _check_mesh(cfg: Config) -> None:
                               f"got {sorted(both)[0]!r} in both")
 
 
+def _check_parallel(cfg: Config) -> None:
+    p = cfg.parallel
+    if p.sizes and p.kind != "auto":
+        raise ConfigError(f'parallel.sizes needs parallel.kind="auto", got {p.sizes} with "{p.kind}"')
+    if p.kind == "auto" and (cfg.schedule.kind == "plain" or cfg.schedule.plan is not None):
+        got = f'"{cfg.schedule.kind}"' if cfg.schedule.plan is None else f"schedule.plan={cfg.schedule.plan!r}"
+        raise ConfigError(f'parallel.kind="auto" needs a schedule.kind that is planned, such as "auto", got {got}')
+    for role in p.sizes:
+        if getattr(p, role):
+            raise ConfigError(f"parallel.sizes.{role} must be left out where parallel.{role} is given, got both")
+
+
 def _check_sizes(cfg: Config) -> None:
     m, e = cfg.model, cfg.moe
     if m.d_model % m.heads or m.d_model // m.heads % 2:
@@ -401,7 +419,7 @@ def _check_train(cfg: Config) -> None:
     t = cfg.train
     given = {axis for role in ROLES for axis in getattr(cfg.parallel, role)}
     for axis, size in cfg.mesh.axes.items():
-        if size > 1 and axis not in given:
+        if size > 1 and axis not in given and cfg.parallel.kind == "given":
             warnings.warn(f"mesh axis {axis!r} has no role in parallel: its {size} devices all do the same work",
                           UserWarning, stacklevel=3)
     if t.batch % t.accumulate:

@@ -51,8 +51,10 @@ def axes_size(mesh: Mesh | None, axes: Axes) -> int:
 
 
 def roles_of(cfg) -> Roles:
-    """The roles that `[parallel]` describes."""
+    """The roles that `[parallel]` describes. Raises ValueError if they are still to be chosen."""
     p = cfg.parallel
+    if p.kind != "given":
+        raise ValueError(f'parallel.kind must be "given" by now, got "{p.kind}": use jaxmoe.choose_roles(cfg)')
     return Roles(tuple(p.data), tuple(p.expert), tuple(p.expert_shard), tuple(p.model), tuple(p.fsdp))
 
 

@@ -34,20 +34,21 @@ from jaxmoe.measure.codec import bench_codec  # noqa: E402
 from jaxmoe.measure.modules import with_launch, with_modules  # noqa: E402
 from jaxmoe.measure.profile import profile  # noqa: E402
 from jaxmoe.measure.timing import times_of  # noqa: E402
-from jaxmoe.measure.training import steppers  # noqa: E402
+from jaxmoe.measure.training import fastest, steppers  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
 from jaxmoe.plan import codec_policy  # noqa: E402
 from jaxmoe.plan.block import CLASSES  # noqa: E402
 from jaxmoe.plan.cluster import AlphaBeta, Cluster, Codec, Link, load_cluster  # noqa: E402
 from jaxmoe.plan.cost import COLLECTIVES  # noqa: E402
 from jaxmoe.plan.plan import Plan  # noqa: E402
-from jaxmoe.plan.search import PLANNERS  # noqa: E402
+from jaxmoe.plan.search import PLANNERS, search  # noqa: E402
 from jaxmoe.plan.simulate import simulate  # noqa: E402
 from jaxmoe.planning import block_of  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
 FORMATS = ("raw", "x4s", "x3p")
 CODED = "x4s"   # what steps are coded with
+CANDIDATES = 4
 LINKS: dict = {"node": "inter", "gpu": "intra"}
 
 
@@ -102,19 +103,27 @@ def fitted(mesh, repeats: int) -> Cluster:
     return cluster
 
 
-def plans_of(cfg, cluster: Cluster) -> dict[str, Plan]:
-    """Raw plans of several schedules, and coded ones, each class of tensors where that pays."""
+def plans_of(cfg, cluster: Cluster, mesh, repeats: int) -> dict[str, Plan]:
+    """Raw plans of several schedules, and coded ones, each class of tensors where that pays. "measured" is the fastest
+    of `CANDIDATES` of the planner's, as `schedule.candidates` chooses."""
     block = block_of(cfg, cluster)
     asked = lambda kind: dict(codec_policy.codec_of(  # noqa: E731
         codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, kind))))
     raw, formats = asked("raw"), asked("auto")
     uncoded, coded = (replace(block, codec=tuple(c.items())) for c in (raw, raw | formats))
-    found = {name: PLANNERS[name](uncoded, cluster) for name in ("sequential", "pipemoe", "fsmoe", "auto")}
+    found = {name: PLANNERS[name](uncoded, cluster) for name in ("sequential", "pipemoe", "fsmoe")}
     found["sp-moe"] = PLANNERS["sp-moe"](replace(uncoded, chunk="sequence"), cluster)
-    what = ", ".join(f"{tensors} {fmt}" for tensors, fmt in formats.items()) or "nothing"
-    for name in ("sequential", "auto"):
-        found[f"{name}, {what} coded"] = PLANNERS[name](coded, cluster)
+    found |= planned("auto", uncoded, cfg, cluster, mesh, repeats)
+    what = ", ".join(f"{tensors} {fmt}" for tensors, fmt in formats.items())
+    if what:
+        found[f"sequential, {what}"] = PLANNERS["sequential"](coded, cluster)
+        found |= planned(f"auto, {what}", coded, cfg, cluster, mesh, repeats)
     return found
+
+
+def planned(name: str, block, cfg, cluster: Cluster, mesh, repeats: int) -> dict[str, Plan]:
+    plans = [c.plan for c in search(block, cluster).candidates[:CANDIDATES]]
+    return {name: plans[0], f"{name}, measured": fastest(cfg, mesh, plans, repeats)[0]}
 
 
 def kept(path: Path | None, make: Callable[[], Cluster]) -> Cluster:
@@ -136,7 +145,7 @@ def step_rows(mesh, repeats: int, overrides: list[str], path: Path | None) -> li
     """
     cluster = kept(path, lambda: fitted(mesh, repeats))
     cfg = config(tuple(overrides))
-    plans = plans_of(cfg, cluster)
+    plans = plans_of(cfg, cluster, mesh, repeats)
     times = times_of(steppers(cfg, mesh, plans), repeats)
     timelines = {name: simulate(plan, cluster) for name, plan in plans.items()}
     rest = max(median(median(times[name]) - timelines[name].makespan for name in plans), 0.0)

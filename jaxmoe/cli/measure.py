@@ -53,8 +53,9 @@ def _train_rows(config: Path | None, options: list[str], schedules: str, repeats
     cfg = load_config(config, options)
     prepare_devices(cfg)
     from ..measure.training import bench_train
+    from ..roles import choose_roles
 
-    return bench_train(cfg, schedules.split(","), repeats)
+    return bench_train(choose_roles(cfg), schedules.split(","), repeats)
 
 
 def _codec_rows(peers: bool, repeats: int) -> list[dict[str, Any]]:
@@ -100,8 +101,9 @@ def profile(
     if config is not None:
         from ..config import load_config
         from ..measure.modules import with_launch, with_modules
+        from ..roles import choose_roles
 
-        cfg = load_config(config)
+        cfg = choose_roles(load_config(config), cluster)
         cluster, found = with_modules(cfg, cluster)
         fits, cluster = [*fits, *found], with_launch(cfg, cluster)
     out.write_text(cluster.to_toml())

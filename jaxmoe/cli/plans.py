@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,13 +32,16 @@ def plan(
     pin_cpu_without_gpu()
     from ..plan.codec_policy import as_planned
     from ..planning import codec_choices, compare, memory_of
+    from ..roles import mappings
 
     costs = _cluster(cfg, cluster)
+    tried = mappings(cfg, costs) if cfg.parallel.kind == "auto" else []
+    cfg = tried[0].cfg if tried else cfg
     chosen, others = compare(cfg, costs)
     if out is not None:
         out.write_text(chosen.to_json())
     _show(chosen, costs, others, timeline, trace, as_json, memory_of(cfg, chosen),
-          as_planned(codec_choices(cfg, costs), chosen.block))
+          as_planned(codec_choices(cfg, costs), chosen.block), tried)
 
 
 @app.command()
@@ -71,8 +75,10 @@ def prove(
     pin_cpu_without_gpu()
     from ..plan.plan import Plan
     from ..proof import prove as proven
+    from ..roles import choose_roles
 
-    report = proven(cfg, _cluster(cfg, cluster), None if plan is None else Plan.from_json(_read(plan)))
+    costs = _cluster(cfg, cluster)
+    report = proven(choose_roles(cfg, costs), costs, None if plan is None else Plan.from_json(_read(plan)))
     print(json.dumps(report.to_dict()) if as_json else report.text)
     if not report.holds:
         raise typer.Exit(1)
@@ -92,7 +98,7 @@ def _read(path: Path) -> str:
 
 
 def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, trace: Path | None,
-          as_json: bool, memory: Any, choices: tuple[Any, ...] = ()) -> None:
+          as_json: bool, memory: Any, choices: tuple[Any, ...] = (), roles: Sequence[Any] = ()) -> None:
     from ..plan import draw
     from ..plan.search import explain
     from ..plan.simulate import simulate as run
@@ -109,6 +115,7 @@ def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, t
         "memory_bytes": memory._asdict() | {"total": memory.total, "device": cluster.device.memory_bytes},
         "alternatives": others, "codec": dict(plan.block.codec),
         "codec_choices": [dataclasses.asdict(choice) for choice in choices],
+        "roles": [{"parallel": m.cfg.parallel.model_dump(), "seconds": m.seconds} for m in roles],
     }
     if as_json:
         print(json.dumps(found))
@@ -124,5 +131,7 @@ def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, t
     for choice in choices:
         times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in choice.seconds.items())
         print(f"  codec of {choice.tensors}: {choice.codec or 'off'} ({choice.why}; {choice.bytes:.3g} bytes, {times})")
+    for m in roles:
+        print(f"  {m.seconds * 1e3:10.2f} ms with {m.text}")
     for name, seconds in sorted(others.items(), key=lambda item: item[1]):
         print(f"  {name:14s} {seconds * 1e3:10.2f} ms")

@@ -52,10 +52,11 @@ def describe(
 
     cfg = load_config(config, overrides(context.args))
     pin_cpu_without_gpu()
+    from ..roles import choose_roles
     from ..training.describe import as_text
     from ..training.describe import describe as found_in
 
-    found = found_in(cfg)
+    found = found_in(choose_roles(cfg))
     print(json.dumps(found) if as_json else as_text(found))
 
 

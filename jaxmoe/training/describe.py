@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..mesh import abstract_mesh
+from ..mesh import abstract_mesh, roles_of
 from ..models.decoder import DecoderLM
 from ..routing import ROUTERS
 
@@ -58,7 +59,7 @@ def describe(cfg: Any) -> dict[str, Any]:
                      "bytes_per_device": math.prod(shard) * leaf.dtype.itemsize})
     stored = sum(row["bytes_per_device"] for row in rows)
     forward = flops_per_token(cfg, active)
-    roles = cfg.parallel.model_dump(exclude={"kind"}).values()
+    roles = dataclasses.astuple(roles_of(cfg))
     return {
         "mesh": dict(mesh.shape), "unused_axes": [a for a in mesh.shape if not any(a in axes for axes in roles)],
         "parameters": rows, "total_parameters": sum(math.prod(row["shape"]) for row in rows),

@@ -21,6 +21,7 @@ from jaxmoe.measure import choice
 from jaxmoe.mesh import axes_size, batch_sharding, make_mesh, roles_of
 from jaxmoe.plan.plan import Plan
 from jaxmoe.planning import plan
+from jaxmoe.roles import choose_roles
 from jaxmoe.training import data as data_lib
 from jaxmoe.training.checkpoint import Checkpoints, has_checkpoints, write_config
 from jaxmoe.training.generate import sample
@@ -275,6 +276,7 @@ def train(cfg: Any, resume: bool = False, quiet: bool = False) -> dict[str, Any]
 
     Keys: steps, final_loss, eval_loss, tokens_per_second, run_dir, sample, plot, baselines.
     """
+    cfg = choose_roles(cfg)
     options, run_dir = cfg.train, Path(cfg.train.run_dir)
     corpus = data_lib.load_corpus(cfg)
     windows = data_lib.heldout_batches(corpus.heldout, cfg.model.seq, options.batch // options.accumulate,
