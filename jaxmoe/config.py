@@ -157,7 +157,8 @@ class ScheduleConfig(Section):
 
     cluster: file or shipped name of the cluster whose costs a plan is made with. degrees: None = the fastest in
     simulation. plan: a file to take the plan from instead. chunk: what chunks are cut along. segment: layers planned
-    together. slices: pieces of the dense gradient's reduction; None = the schedule's choice. barriers: False leaves the
+    together. hierarchical: All-to-Alls over both links come in two, within nodes and between them; "auto" tries both
+    ways. slices: pieces of the dense gradient's reduction; None = the schedule's choice. barriers: False leaves the
     order of tasks to XLA. sm_aware: ties tasks so that links get their multiprocessors first (see
     `jaxmoe.plan.passes.sm`). profile: before a run's first step, measure what the model's tasks take on the present
     devices (`jaxmoe.measure.modules`), and plan with that instead of the cluster's costs. candidates: of "auto", how
@@ -171,6 +172,7 @@ class ScheduleConfig(Section):
     plan: str | None = None
     chunk: Literal["slots", "batch", "sequence"] = "slots"
     segment: PositiveInt = 1
+    hierarchical: bool = False
     slices: PositiveInt | None = None
     barriers: bool = True
     sm_aware: bool = False

@@ -146,7 +146,7 @@ def _read(path: str, block: Block, free: tuple[str, ...]) -> Plan:
         found = Plan.from_json(Path(path).read_text())
     except OSError as e:
         raise ValueError(f"schedule.plan {path!r} cannot be read: {e.strerror}") from e
-    free = ("links", "chunk", "segment", "fused", "split", *free)
+    free = ("links", "chunk", "segment", "fused", "split", "hierarchical", *free)
     for name in (n for n in Block.__dataclass_fields__ if n not in free):
         if getattr(found.block, name) != getattr(block, name):
             raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "

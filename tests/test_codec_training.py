@@ -86,6 +86,26 @@ def test_steps_are_the_same_bits():
 
 
 @pytest.mark.slow
+def test_only_what_goes_between_nodes_is_coded():
+    """Experts over both links: the step within nodes sends bytes as they are, and all bits arrive."""
+    states = []
+    for kind in ("x3p", "raw"):
+        cfg = config(parallel={"expert": ["node", "gpu"]}, codec={"kind": "off", "dispatch": kind, "combine": kind},
+                     schedule={"kind": "fsmoe", "hierarchical": True, "degrees": {"moe_forward": 2}})
+        mesh = jax.make_mesh((2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+        model, optimizer = init_state(cfg, mesh)
+        kinds = {t.verb: t.kind for t in model.plan.graph.forward.tasks}
+        assert kinds["dispatch_within"] == "all_to_all" and kinds["encode_dispatch"] == f"encode:{kind}"
+        step = compiled_step(cfg, model, optimizer)
+        metrics = [jax.device_get(step(batch)) for batch in batches(3)]
+        states.append((metrics, jax.device_get(jax.tree.leaves(nnx.state((model, optimizer))))))
+    (coded, state), (raw, same) = states
+    assert [m["loss"] for m in coded] == [m["loss"] for m in raw]
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(state, same, strict=True))
+    assert sums(coded, "raw_bytes", "dispatch") == sums(raw, "wire_bytes", "dispatch") > 0
+
+
+@pytest.mark.slow
 def test_two_hundred_steps_are_the_same_bits():
     check_same_bits(200, 2, CLASSES)
 

@@ -34,6 +34,11 @@ PLACES = {
     "expert-shard": ({"a": 4, "b": 2}, Roles(("a", "b"), ("a",), ("b",))),
     "all": ({"a": 2, "b": 2, "c": 2}, Roles(("a", "b"), ("b",), ("c",), ("c",), ("a",))),
 }
+BOTH_LINKS = {   # experts over both; "c" is within nodes
+    "node, gpu": ({"a": 2, "c": 4}, Roles(("a", "c"), ("a", "c"))),
+    "gpu, node": ({"a": 2, "c": 4}, Roles(("a", "c"), ("c", "a"))),
+    "three axes": ({"a": 2, "c": 2, "b": 2}, Roles(("a", "b", "c"), ("a", "c", "b"))),
+}
 MODEL_PLACES = {   # where slots can be shared out: model alone, on axes of its own, and on those of expert
     "model": ({"a": 4}, Roles(model=("a",))),
     "apart": ({"a": 2, "b": 2, "c": 2}, Roles(("a", "b"), ("a",), ("b",), ("c",))),
@@ -50,7 +55,7 @@ def mesh_of(axes):
 @cache
 def layer(place, layout, router=TopK(2)):
     """A layer's function of (plan, router, experts, x), and its arguments."""
-    axes, roles = (PLACES | MODEL_PLACES)[place]
+    axes, roles = (PLACES | MODEL_PLACES | BOTH_LINKS)[place]
     moe = MoE(D, F, E, router=router, dispatch=LAYOUTS[layout], mesh=mesh_of(axes), roles=roles, rngs=nnx.Rngs(0),
               dtype=jnp.float64)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, S, D)))
@@ -79,8 +84,8 @@ def assert_equal(found, wanted, tolerance=1e-10):
 
 def layer_plan(place, layout, kind="pipemoe", degrees=Degrees(2, 2), router=TopK(2), **options):
     spec, _ = layer(place, layout, router)
-    chunk = options.pop("chunk", "slots")
-    return SCHEDULES[kind](moe_block(spec, B, S, chunk=chunk, links={"c": "intra"}), CPU, degrees, **options)
+    how = {name: options.pop(name) for name in ("chunk", "hierarchical") if name in options}
+    return SCHEDULES[kind](moe_block(spec, B, S, links={"c": "intra"}, **how), CPU, degrees, **options)
 
 
 CASES = [   # place, layout, degrees, options
@@ -113,6 +118,25 @@ def test_case_34_planned_layer_equals_the_unplanned(place, layout, degrees, opti
 def test_case_34_every_chunk_count(place, layout, chunks):
     made = layer_plan(place, layout, degrees=Degrees(chunks, chunks))
     assert_equal(layer(place, layout)[1](made), unplanned(place, layout))
+
+
+@pytest.mark.parametrize(("place", "layout"), [
+    ("node, gpu", "slots"), ("three axes", "ragged"),
+    pytest.param("gpu, node", "slots", marks=pytest.mark.slow),
+    pytest.param("node, gpu", "ragged", marks=pytest.mark.slow),
+    pytest.param("three axes", "slots", marks=pytest.mark.slow),
+])
+def test_all_to_alls_in_two_steps_move_the_same(place, layout):
+    made = layer_plan(place, layout, "fsmoe", hierarchical=True)
+    links = {t.verb: t.streams for t in made.graph.forward.tasks if t.is_collective}
+    assert links["dispatch_within"] == links["combine_within"] == ("intra",)
+    assert links["dispatch"] == links["combine"] == ("inter",)
+    assert_equal(layer(place, layout)[1](made), unplanned(place, layout))
+
+
+def test_two_steps_need_two_links():
+    with pytest.raises(ValueError, match="schedule.hierarchical needs experts over axes of both links, got d"):
+        layer_plan("expert", "slots", hierarchical=True)
 
 
 def test_noise_and_plans_agree():

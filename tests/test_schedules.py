@@ -65,6 +65,24 @@ def test_given_degrees_and_slices_are_kept(kind):
     assert (found.degrees, found.slices, found.saved) == (Degrees(2, 4), 3, ("x",))
 
 
+def test_two_steps_of_an_all_to_all_are_tried_where_experts_span_links():
+    roles = dict(SHAPES["slots"].roles) | {"expert": ("node", "gpu"), "expert_shard": ()}
+    given = replace(SHAPES["slots"], roles=tuple(roles.items()))
+    ways = [cut for cuts in variants(given) for cut in cuts]
+    assert {b.hierarchical for b in ways} == {False, True}
+    assert not any(b.hierarchical for cuts in variants(SHAPES["slots"]) for b in cuts)
+    found = SCHEDULES["fsmoe"](replace(given, hierarchical=True), H100, Degrees(2, 2))
+    flat = SCHEDULES["fsmoe"](given, H100, Degrees(2, 2))
+
+    def sent(plan, link):
+        return sum(t.bytes for t in plan.graph.forward.tasks if t.verb in ("dispatch", "combine") and link in t.streams)
+
+    size = given.size(("node",)), given.size(("node", "gpu"))
+    of_flat = sent(flat, "inter") / (size[1] - 1) * (size[1] - size[1] / size[0])   # the part to other nodes
+    assert sent(found, "inter") == pytest.approx(of_flat)
+    assert Plan.from_json(found.to_json()) == found
+
+
 def test_what_a_schedule_cannot_cut_is_refused():
     with pytest.raises(ValueError, match="chunks along the sequence must drop nothing"):
         SCHEDULES["sp-moe"](SHAPES["slots"], H100)

@@ -77,6 +77,7 @@ class Block:
     `expert_shard` (layout "slots"). split: what a `model` group divides among its devices. "tokens": each gates its
     own, and holds as many slots as these may fill. "slots": each gates all of the group's tokens and sends a part of
     every expert's slots; what comes back is gathered, step by step behind the All-to-All, never coded (layout "slots").
+    hierarchical: All-to-Alls over both links come in two, see `steps`; only the one between nodes is coded.
     layers: of the stack; segment: layers that are planned together, and repeated.
     axes: mesh axis -> size. links: mesh axis -> "intra" or "inter". roles: role -> mesh axes, as in the config. params:
     of one layer.
@@ -96,6 +97,7 @@ class Block:
     fused: bool = False
     split: Literal["tokens", "slots"] = "tokens"
     group_rows: int = 0
+    hierarchical: bool = False
     gated: bool = True
     shared_experts: int = 0
     attention: bool = False
@@ -121,6 +123,9 @@ class Block:
             raise ValueError(f'a fused All-to-All needs moe.dispatch.kind="slots", got "{self.layout}"')
         if self.split == "slots" and self.layout != "slots":
             raise ValueError(f'slots that a model group shares need moe.dispatch.kind="slots", got "{self.layout}"')
+        if self.hierarchical and not self.spans_links:
+            raise ValueError("schedule.hierarchical needs experts over axes of both links, got "
+                             f"{', '.join(self.exchanges[0]) or 'none'}")
         if self.chunk == "sequence" and not self.by_token:
             raise ValueError("chunks along the sequence must drop nothing, as first choices of later tokens come "
                              "before second ones of earlier tokens, and tokens must choose experts: use "
@@ -158,6 +163,25 @@ class Block:
         """Axes of the All-to-Alls, and of what gathers rows and sums outputs."""
         expert, shard = self.role("expert"), self.role("expert_shard")
         return ((*expert, *shard), ()) if self.fused else (expert, shard)
+
+    @property
+    def spans_links(self) -> bool:
+        """Whether All-to-Alls go over both links."""
+        return self.streams(self.exchanges[0]) == STREAMS[1:]
+
+    def steps(self, verb: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The All-to-Alls of "dispatch" or "combine" in their order, and the axes of each.
+
+        Hierarchical: rows for all GPUs of one place in their nodes go to the one of this place in the sender's node,
+        and from there to their nodes; and back the same way. Between nodes go as many bytes, in messages as many times
+        larger as a node has GPUs.
+        """
+        axes, _ = self.exchanges
+        if not self.hierarchical:
+            return ((verb, axes),)
+        within = tuple(a for a in axes if dict(self.links).get(a) == "intra")
+        found = (f"{verb}_within", within), (verb, tuple(a for a in axes if a not in within))
+        return found if verb == "dispatch" else found[::-1]
 
     @property
     def copies(self) -> int:

@@ -12,7 +12,8 @@ from .tasks import STREAMS
 # A hue an activity: attention blue, routing grey, experts red, All-to-All green, node-wide collectives yellow to brown.
 COLOURS = {
     "attn_in": "#9ecae1", "attend": "#3182bd", "attn_out": "#6baed6", "route": "#bdbdbd", "statistics": "#d9d9d9",
-    "pack": "#969696", "unpack": "#737373", "dispatch": "#31a354", "combine": "#a1d99b", "experts": "#e6550d",
+    "pack": "#969696", "unpack": "#737373", "dispatch": "#31a354", "combine": "#a1d99b",
+    "dispatch_within": "#41ab5d", "combine_within": "#c7e9c0", "experts": "#e6550d",
     "experts_up": "#e6550d", "experts_down": "#fd8d3c", "shared_up": "#fdae6b", "shared_down": "#fdd0a2",
     "expert_gather": "#fec44f", "expert_reduce": "#d95f0e", "model_gather": "#ffe08a", "model_scatter": "#b8860b",
     "token_gather": "#fff7bc", "combine_gather": "#fe9929", "combine_split": "#c7e9c0", "combine_join": "#74c476",

@@ -145,7 +145,7 @@ class _Builder:
         p, q, rows = b.size(expert), b.size(shard), self._slots()
         value, sent = f"slots{at}", rows * b.copies * b.d_model
         if p > 1:
-            self._exchange("dispatch", (j, i), value, f"recv{at}" if q > 1 else f"rows{at}", expert, sent)
+            self._exchange("dispatch", (j, i), value, f"recv{at}" if q > 1 else f"rows{at}", sent)
             value = f"recv{at}"
         if q > 1:
             self.add("expert_gather", (j, i), [value], [f"rows{at}"], shard, "all_gather", count=sent * (q - 1))
@@ -162,7 +162,7 @@ class _Builder:
         if b.sharers > 1:
             self._combine_in_steps(j, i, rows * b.d_model)
         elif p > 1:
-            self._exchange("combine", (j, i), f"out{at}", f"back{at}", expert, sent)
+            self._exchange("combine", (j, i), f"out{at}", f"back{at}", sent)
 
     def _combine_in_steps(self, j: int, i: int, own: float) -> None:
         """A combine whose steps are gathered one behind (Parm's SAA). own: values of this device's slots.
@@ -193,7 +193,16 @@ class _Builder:
             gather((j, i, s), came[s], met[s], part)
         self.add("combine_join", (j, i), met, [f"back{at}"], count=2 * own * b.sharers)
 
-    def _exchange(self, verb: str, index: tuple, read: str, write: str, axes: tuple[str, ...], sent: float) -> None:
+    def _exchange(self, verb: str, index: tuple, read: str, write: str, sent: float) -> None:
+        """All-to-Alls of `sent` values of a device, one after the other."""
+        *first, last = self.b.steps(verb)
+        for step, axes in first:
+            near = ".".join(("near", step, *map(str, index)))
+            self._all_to_all(step, index, read, near, axes, sent)
+            read = near
+        self._all_to_all(last[0], index, read, write, last[1], sent)
+
+    def _all_to_all(self, verb: str, index: tuple, read: str, write: str, axes: tuple[str, ...], sent: float) -> None:
         """An All-to-All of `sent` values of a device; if it is coded, with tasks that code before and after it."""
         n = self.b.size(axes)
         codec = self.b.codec_of(verb, sent / n)

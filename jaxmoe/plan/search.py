@@ -232,9 +232,13 @@ def variants(block: Block) -> Iterator[list[Block]]:
     segments = [s for s in SEGMENTS if block.layers % s == 0] if block.segment == 1 else [block.segment]
     fused = (False, True) if block.size(block.role("expert_shard")) > 1 else (False,)
     splits = ("tokens", "slots") if block.size(block.role("model")) > 1 else ("tokens",)
-    for chunk, exchange, split in itertools.product(("slots", "batch", "sequence"), fused, splits):
+    ways = [(f, s, False) for f in fused for s in splits]
+    if block.streams(block.role("expert")) == STREAMS[1:]:
+        ways.append((False, "tokens", True))
+    for chunk, (exchange, split, staged) in itertools.product(("slots", "batch", "sequence"), ways):
         with contextlib.suppress(ValueError):   # chunks along the sequence would drop tokens, or rows are ragged
-            yield [replace(block, chunk=chunk, fused=exchange, split=split, segment=s) for s in segments]
+            yield [replace(block, chunk=chunk, fused=exchange, split=split, hierarchical=staged, segment=s)
+                   for s in segments]
 
 
 def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: float) -> Combination | None:
@@ -306,6 +310,7 @@ def explain(plan: Plan, cluster: Cluster) -> str:
     critical = ", ".join(f"{s} {share:.0%}" for s, share in critical_shares(t).items() if share)
     return "\n".join([
         f"{plan.schedule}: {block.segment} layers together, cut along the {block.chunk}, degrees {plan.degrees}, "
+        f"{'All-to-Alls in two steps, ' if block.hierarchical else ''}"
         f"{'one All-to-All over all parts of experts, ' if block.fused else ''}"
         f"{'slots shared out over model, ' if block.sharers > 1 else ''}gradients in {plan.slices}; "
         f"{t.makespan / t.bound_seconds - 1:.1%} above the bound of these tasks",

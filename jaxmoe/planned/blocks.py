@@ -27,7 +27,7 @@ def links_of(axes, links: Mapping[str, str] | None) -> tuple[tuple[str, str], ..
 def moe_block(
     spec: Spec, batch: int, sequence: int, *, chunk: str = "slots", shared_experts: int = 0,
     links: Mapping[str, str] | None = None, specs: Mapping[str, P] | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None, hierarchical: bool = False,
 ) -> Block:
     """The block of one MoE layer of a global batch [batch, sequence].
 
@@ -49,6 +49,7 @@ def moe_block(
         layout="slots" if isinstance(spec.dispatch, Slots) else "ragged", chunk=chunk,  # type: ignore[arg-type]
         groups=spec.groups(batch, sequence).local, by_token=_by_token(spec, batch, sequence),
         gated=spec.activation == "swiglu", shared_experts=shared_experts,
+        hierarchical=hierarchical,
         bytes_per_value=jnp.dtype(spec.dtype).itemsize, axes=axes, links=links_of((a for a, _ in axes), links),
         roles=named_roles,
     )

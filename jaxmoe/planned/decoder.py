@@ -44,7 +44,7 @@ def decoder_block(cfg: Any, spec: Spec, shapes: dict[str, tuple[int, ...]], spec
     """What plans of a decoder are made of. shapes, specs: of one layer's parameters; batch: global."""
     m = cfg.model
     block = moe_block(spec, batch, m.seq, chunk=cfg.schedule.chunk, shared_experts=cfg.moe.shared_experts, links=links,
-                      shapes=shapes, specs=specs)
+                      shapes=shapes, specs=specs, hierarchical=cfg.schedule.hierarchical)
     return attention_block(block, m.layers, cfg.schedule.segment, m.heads, m.kv_heads, m.d_model // m.heads)
 
 

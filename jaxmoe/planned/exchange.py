@@ -27,8 +27,46 @@ class Ends(NamedTuple):
 
 
 def exchange_verbs(block: Block, verb: str, forward: Ends, backward: Ends) -> dict[str, Verb]:
-    """Tasks of the exchange `verb`. Its transpose is an exchange as well, with other ends, and coded as well."""
-    axes, _ = block.exchanges
+    """Tasks of the exchange `verb`, in one step or in two. Its transpose is an exchange with other ends."""
+    found, steps = {}, block.steps(verb)
+    for i, (step, axes) in enumerate(steps):
+        is_first, is_last = i == 0, i == len(steps) - 1
+        there = Ends(forward.split if is_first else _same, forward.join if is_last else _same)
+        back = Ends(backward.split if is_last else _same, backward.join if is_first else _same)
+        found |= _step_verbs(block, step, axes, _over(block, axes, there), _over(block, axes, back))
+    return found
+
+
+def _same(rows: jax.Array) -> jax.Array:
+    return rows
+
+
+def _over(block: Block, axes: Axes, ends: Ends) -> Ends:
+    """The ends of a step over some of the exchange's axes, to which rows for devices of all of them come."""
+    every, _ = block.exchanges
+    if axes == every:
+        return ends
+    sizes, places = tuple(block.size((a,)) for a in every), tuple(every.index(a) for a in axes)
+    to_front = (*places, *(i for i in range(len(every)) if i not in places))
+
+    def split(rows: jax.Array) -> jax.Array:
+        """[all devices, ...] -> [devices of the step, others, ...]."""
+        rows_P = ends.split(rows)
+        rest = tuple(range(len(every), len(every) + rows_P.ndim - 1))
+        turned = rows_P.reshape(*sizes, *rows_P.shape[1:]).transpose(*to_front, *rest)
+        return turned.reshape(block.size(axes), -1, *rows_P.shape[1:])
+
+    def join(came: jax.Array) -> jax.Array:
+        shape = came.shape[2:]
+        rest = tuple(range(len(every), len(every) + len(shape)))
+        turned = came.reshape(*(sizes[i] for i in to_front), *shape)
+        return ends.join(turned.transpose(*(to_front.index(i) for i in range(len(every))), *rest).reshape(-1, *shape))
+
+    return Ends(split, join)
+
+
+def _step_verbs(block: Block, verb: str, axes: Axes, forward: Ends, backward: Ends) -> dict[str, Verb]:
+    """An All-to-All, or where it is coded, three tasks; its transpose is coded as well."""
     if verb not in dict(block.codec):
         return {verb: linear(_plain(axes, forward), _plain(axes, backward))}
     send = lambda message: compressed.send(message, axes)  # noqa: E731

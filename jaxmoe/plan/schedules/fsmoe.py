@@ -4,12 +4,14 @@
     intra       g0 g1 g2 g3    s0 s1 s2 s3
     compute        E0 E1 E2 E3                        attention
 
-D dispatch, g expert_gather, E experts, s expert_reduce, C combine. Three loops issue all (D, g), all (E, s), all C;
-the backward pass does the same from C's side, with its own degree. There, slices [G] of the dense gradients of the
-segment above follow a layer's last dispatch, as far as they fit the time in which the link is idle (closed forms, read;
-greedy), then beside the layer's attention (its "dense part's own backward"); what fits nowhere joins the last of these.
-Order and spans are forced; inside a task all is XLA's. Degrees and the number of slices are chosen by simulation (ours;
-the paper solves for them). No value changes. It wins where experts are spread over nodes and split inside them.
+D dispatch, g expert_gather, E experts, s expert_reduce, C combine. Where experts are spread over both links, the
+steps of a hierarchical All-to-All (`schedule.hierarchical`) within nodes take the places of g and s. Three loops issue
+all (D, g), all (E, s), all C; the backward pass does the same from C's side, with its own degree. There, slices [G] of
+the dense gradients of the segment above follow a layer's last dispatch, as far as they fit the time in which the link
+is idle (closed forms, read; greedy), then beside the layer's attention (its "dense part's own backward"); what fits
+nowhere joins the last of these. Order and spans are forced; inside a task all is XLA's. Degrees and the number of
+slices are chosen by simulation (ours; the paper solves for them). No value changes. It wins where experts are spread
+over nodes and split inside them.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def slacks(tasks: list[Task], seconds: Mapping[str, float]) -> tuple[float, floa
     """Seconds of a layer's backward pass in which links between nodes are idle: in MoE, and beside attention."""
     total = lambda *verbs: math.fsum(seconds[t.name] for t in tasks if t.verb in verbs and t.of)  # noqa: E731
     r = max(1, sum(t.verb == "experts_down" and t.direction == "input_grad" for t in tasks))
-    a, g, s = (total(v) / r for v in ("combine", "expert_reduce", "expert_gather"))
+    a, g, s = (total(*verbs) / r for verbs in (
+        ("combine",), ("expert_reduce", "combine_within"), ("expert_gather", "dispatch_within")))
     e = total("experts_up", "experts_down") / r
     return fsmoe_slack_seconds(a, g, s, e, r), total(*DENSE)
 

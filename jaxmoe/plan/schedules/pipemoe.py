@@ -14,10 +14,11 @@ from __future__ import annotations
 from ..tasks import Task
 from .base import Orders, Schedule, by, moe_degrees, place
 
-FORWARD = {"dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2, "combine_gather": 2, "statistics": 3}
-BACKWARD = {"combine_gather:grad": 1, "combine:grad": 1, "expert_reduce:grad": 1, "expert_gather:grad": 2,
-            "dispatch:grad": 2, "token_gather:grad": 3, "model_scatter:grad": 3, "model_gather:grad": 3,
-            "grad_reduce": 4}
+FORWARD = {"dispatch_within": 1, "dispatch": 1, "expert_gather": 1, "expert_reduce": 2, "combine": 2,
+           "combine_within": 2, "combine_gather": 2, "statistics": 3}
+BACKWARD = {"combine_gather:grad": 1, "combine_within:grad": 1, "combine:grad": 1, "expert_reduce:grad": 1,
+            "expert_gather:grad": 2, "dispatch:grad": 2, "dispatch_within:grad": 2, "token_gather:grad": 3,
+            "model_scatter:grad": 3, "model_gather:grad": 3, "grad_reduce": 4}
 # Input gradients of a chunk come before its weight gradients, which nothing waits for.
 EXPERTS = {"encode_combine:grad": -1, "combine_split:grad": -1, "experts_down:dx": 0, "experts_up:dx": 1,
            "decode_dispatch:grad": 1, "experts_down:dw": 2, "experts_up:dw": 3}
