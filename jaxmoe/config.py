@@ -162,8 +162,9 @@ class ScheduleConfig(Section):
     order of tasks to XLA. sm_aware: ties tasks so that links get their multiprocessors first (see
     `jaxmoe.plan.passes.sm`). profile: before a run's first step, measure what the model's tasks take on the present
     devices (`jaxmoe.measure.modules`), and plan with that instead of the cluster's costs. candidates: of "auto", how
-    many of the plans that are expected to be the fastest are measured as whole steps before a run's first step; the
-    fastest of them is run. What was chosen is kept as plan.json and cluster.toml in `train.run_dir`.
+    many plans are measured as whole steps before a run's first step, the fastest of which is run: those that are
+    expected to be the fastest, of each kind of chunks at first. What was chosen is kept as plan.json and cluster.toml
+    in `train.run_dir`.
     """
 
     kind: Literal["plain", "sequential", "pipemoe", "parm-s1", "parm-s2", "fsmoe", "mast", "sp-moe", "auto"] = "plain"

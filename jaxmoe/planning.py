@@ -67,9 +67,9 @@ def compare(cfg: Any, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
 
 
 def candidates(cfg: Any, cluster: Cluster) -> list[Plan]:
-    """The `schedule.candidates` plans of "auto" that are expected to be the fastest, each cut otherwise."""
-    found = _searched(cfg, cluster, _degrees(cfg)).candidates[:cfg.schedule.candidates]
-    return [_finished(c.plan, cluster, cfg) for c in found]
+    """`schedule.candidates` plans of "auto" to be measured, the one first that is expected to be the fastest."""
+    found = _searched(cfg, cluster, _degrees(cfg)).unlike(cfg.schedule.candidates)
+    return [_finished(made, cluster, cfg) for made in found]
 
 
 def memory_of(cfg: Any, made: Plan) -> Memory:

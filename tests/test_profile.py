@@ -120,14 +120,20 @@ def test_calls_in_a_row_send_enough():
 AUTO = from_dict(MEASURED.model_dump() | {"schedule": {"kind": "auto", "cluster": "cpu-8", "candidates": 3}})
 
 
+def chunked():
+    cluster = load_cluster("cpu-8")
+    return [SCHEDULES["pipemoe"](coded(AUTO, cluster), cluster, Degrees(r, r)) for r in (1, 2, 4)]
+
+
 def test_the_candidate_that_is_measured_as_the_fastest_is_chosen(monkeypatch):
     monkeypatch.setattr(training, "steppers", lambda cfg, mesh, plans: plans)
     monkeypatch.setattr(training, "seconds_of", lambda calls, repeats: ({n: abs(int(n) - 1.0) for n in calls}, {}))
-    made = candidates(AUTO, load_cluster("cpu-8"))
+    made = chunked()
+    monkeypatch.setattr(choice, "candidates", lambda cfg, cluster: made)
     found = choice.choose(AUTO, None)
-    assert len(made) == 3 and found.plan == made[1] and found.seconds == (1.0, 0.0, 1.0)
+    assert found.plan == made[1] and found.seconds == (1.0, 0.0, 1.0)
     assert "the fastest of 3, whose steps took 1.000, 0.000, 1.000 s" in found.text
-    assert made[0] == plan(AUTO)
+    assert candidates(AUTO, load_cluster("cpu-8"))[0] == plan(AUTO)
 
 
 def test_a_run_keeps_its_choice(monkeypatch, tmp_path):
@@ -147,7 +153,7 @@ def test_a_run_keeps_its_choice(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_steps_of_candidates_are_measured(tmp_path):
-    calls = training.steppers(AUTO, make_mesh(AUTO), dict(enumerate(candidates(AUTO, load_cluster("cpu-8")))))
+    calls = training.steppers(AUTO, make_mesh(AUTO), dict(enumerate(chunked())))
     losses = [float(call()) for _ in range(2) for call in calls.values()]
     assert losses == sorted(losses, reverse=True)   # all train one model, on one batch; the first at rate 0
     assert len(set(losses)) == 5

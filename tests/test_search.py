@@ -191,10 +191,15 @@ def test_a_plan_fits_the_device_or_none_is_made():
 
 
 def test_candidates_are_cut_apart_and_in_order():
-    found = search(block(), H100, memory_bytes=float("inf")).candidates
-    assert len(found) > 2 and len({(c.plan.block, c.plan.degrees) for c in found}) == len(found)
-    seconds = [simulate(c.plan, H100).makespan for c in found]
-    assert seconds == sorted(seconds) == [c.seconds for c in found]
+    found = search(block(dispatch="ragged"), H100, memory_bytes=float("inf"))
+    assert len(found.candidates) > 2
+    assert len({(c.plan.block, c.plan.degrees) for c in found.candidates}) == len(found.candidates)
+    seconds = [simulate(c.plan, H100).makespan for c in found.candidates]
+    assert seconds == sorted(seconds) == [c.seconds for c in found.candidates]
+    slots, sequence, more = found.candidates
+    assert [c.plan.block.chunk for c in found.candidates] == ["slots", "sequence", "slots"]
+    assert replace(found, candidates=(slots, more, sequence)).unlike(2) == [slots.plan, sequence.plan]
+    assert replace(found, candidates=(slots, more, sequence)).unlike(9) == [slots.plan, sequence.plan, more.plan]
 
 
 def test_more_chunks_are_chosen_where_only_they_fit():

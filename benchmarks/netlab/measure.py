@@ -122,7 +122,7 @@ def plans_of(cfg, cluster: Cluster, mesh, repeats: int) -> dict[str, Plan]:
 
 
 def planned(name: str, block, cfg, cluster: Cluster, mesh, repeats: int) -> dict[str, Plan]:
-    plans = [c.plan for c in search(block, cluster).candidates[:CANDIDATES]]
+    plans = search(block, cluster).unlike(CANDIDATES)
     return {name: plans[0], f"{name}, measured": fastest(cfg, mesh, plans, repeats)[0]}
 
 

@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
 @dataclass(frozen=True)
 class Found:
     """candidates: plans that fit, of each way to cut the block and of each degrees the fastest in simulation, the
-    fastest of all first. alone: modelled seconds of the stack, by schedule."""
+    fastest of all first (see also `unlike`). alone: modelled seconds of the stack, by schedule."""
 
     candidates: tuple[Candidate, ...]
     alone: Mapping[str, float]
@@ -74,6 +74,15 @@ class Found:
     def seconds(self) -> dict[str, float]:
         """By schedule; "auto" is the plan's."""
         return {**self.alone, "auto": self.candidates[0].seconds}
+
+    def unlike(self, most: int) -> list[Plan]:
+        """Up to so many plans to be measured: the fastest, the fastest of those with other chunks, then the next ones.
+
+        What a model gets wrong it gets wrong for like plans alike.
+        """
+        chunks = [c.plan.block.chunk for c in self.candidates]
+        ranked = sorted(range(len(chunks)), key=lambda i: chunks[i] in chunks[:i])
+        return [self.candidates[i].plan for i in ranked[:most]]
 
 
 @dataclass(frozen=True)
@@ -167,9 +176,11 @@ def fastest_way(found: Iterable[Found]) -> Found:
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    best: dict[tuple[Block, Degrees], Candidate] = {}
+    best: dict[tuple, Candidate] = {}
     for c in sorted(candidates, key=lambda c: c.seconds):
-        best.setdefault((c.plan.block, c.plan.degrees), c._replace(plan=replace(c.plan, schedule="auto")))
+        b = c.plan.block
+        cut = b.chunk, b.segment, b.exchanges, b.sharers, b.hierarchical, b.codec, c.plan.degrees
+        best.setdefault(cut, c._replace(plan=replace(c.plan, schedule="auto")))
     return tuple(best.values())
 
 
