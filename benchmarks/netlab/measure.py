@@ -48,7 +48,6 @@ from jaxmoe.planning import block_of  # noqa: E402
 CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
 FORMATS = ("raw", "x4s", "x3p")
 CODED = "x4s"   # what steps are coded with
-CANDIDATES = 4
 LINKS: dict = {"node": "inter", "gpu": "intra"}
 
 
@@ -103,9 +102,9 @@ def fitted(mesh, repeats: int) -> Cluster:
     return cluster
 
 
-def plans_of(cfg, cluster: Cluster, mesh, repeats: int) -> dict[str, Plan]:
+def plans_of(cfg, cluster: Cluster, mesh, args: argparse.Namespace) -> dict[str, Plan]:
     """Raw plans of several schedules, and coded ones, each class of tensors where that pays. "measured" is the fastest
-    of `CANDIDATES` of the planner's, as `schedule.candidates` chooses."""
+    of so many candidates of the planner's, as `schedule.candidates` chooses."""
     block = block_of(cfg, cluster)
     asked = lambda kind: dict(codec_policy.codec_of(  # noqa: E731
         codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, kind))))
@@ -113,17 +112,18 @@ def plans_of(cfg, cluster: Cluster, mesh, repeats: int) -> dict[str, Plan]:
     uncoded, coded = (replace(block, codec=tuple(c.items())) for c in (raw, raw | formats))
     found = {name: PLANNERS[name](uncoded, cluster) for name in ("sequential", "pipemoe", "fsmoe")}
     found["sp-moe"] = PLANNERS["sp-moe"](replace(uncoded, chunk="sequence"), cluster)
-    found |= planned("auto", uncoded, cfg, cluster, mesh, repeats)
+    found |= planned("auto", uncoded, cfg, cluster, mesh, args)
     what = ", ".join(f"{tensors} {fmt}" for tensors, fmt in formats.items())
     if what:
         found[f"sequential, {what}"] = PLANNERS["sequential"](coded, cluster)
-        found |= planned(f"auto, {what}", coded, cfg, cluster, mesh, repeats)
+        found |= planned(f"auto, {what}", coded, cfg, cluster, mesh, args)
     return found
 
 
-def planned(name: str, block, cfg, cluster: Cluster, mesh, repeats: int) -> dict[str, Plan]:
-    plans = search(block, cluster).unlike(CANDIDATES)
-    return {name: plans[0], f"{name}, measured": fastest(cfg, mesh, plans, repeats)[0]}
+def planned(name: str, block, cfg, cluster: Cluster, mesh, args: argparse.Namespace) -> dict[str, Plan]:
+    plans = search(block, cluster).unlike(args.candidates)
+    measured = {f"{name}, measured": fastest(cfg, mesh, plans, args.repeats)[0]} if args.candidates > 1 else {}
+    return {name: plans[0]} | measured
 
 
 def kept(path: Path | None, make: Callable[[], Cluster]) -> Cluster:
@@ -137,16 +137,16 @@ def kept(path: Path | None, make: Callable[[], Cluster]) -> Cluster:
     return cluster
 
 
-def step_rows(mesh, repeats: int, overrides: list[str], path: Path | None) -> list[list[str]]:
+def step_rows(mesh, args: argparse.Namespace) -> list[list[str]]:
     """Train steps of a model that is not the one the cluster is fitted on.
 
     What a step takes beside its stack (embedding, head, optimizer) is the same for all schedules: the median of what
     their steps take more than predicted.
     """
-    cluster = kept(path, lambda: fitted(mesh, repeats))
-    cfg = config(tuple(overrides))
-    plans = plans_of(cfg, cluster, mesh, repeats)
-    times = times_of(steppers(cfg, mesh, plans), repeats)
+    cluster = kept(args.cluster, lambda: fitted(mesh, args.repeats))
+    cfg = config(tuple(args.model))
+    plans = plans_of(cfg, cluster, mesh, args)
+    times = times_of(steppers(cfg, mesh, plans), args.repeats)
     timelines = {name: simulate(plan, cluster) for name, plan in plans.items()}
     rest = max(median(median(times[name]) - timelines[name].makespan for name in plans), 0.0)
     rows = []
@@ -174,12 +174,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=["model.layers=2", "moe.d_ff=128", "train.batch=32"],
                         help="steps: overrides of configs/netlab.toml, on which the cluster is fitted")
     parser.add_argument("--cluster", type=Path, help="steps: file of the fitted cluster; written if it is not there")
+    parser.add_argument("--candidates", type=int, default=4, help="steps: of auto, measured; 1: none")
     args = parser.parse_args()
     environ = os.environ
     initialize(environ["NETLAB_COORDINATOR"], int(environ["NETLAB_HOSTS"]), int(environ["NETLAB_RANK"]))
     mesh = make_mesh(config())
-    rows = collective_rows(mesh, args.values, args.repeats) if args.what == "collectives" else step_rows(
-        mesh, args.repeats, args.model, args.cluster)
+    rows = collective_rows(mesh, args.values, args.repeats) if args.what == "collectives" else step_rows(mesh, args)
     if jax.process_index() == 0:
         for row in (HEADS[args.what], ["---"] * len(HEADS[args.what]), *rows):
             print("| " + " | ".join(row) + " |", flush=True)
