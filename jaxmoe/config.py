@@ -112,6 +112,7 @@ class SlotsConfig(Section):
 
 class RaggedConfig(Section):
     kind: Literal["ragged"] = "ragged"
+    buffer_factor: PositiveFloat = 1.5
 
 
 def _with_kind(kind: str) -> BeforeValidator:
@@ -157,14 +158,14 @@ class ScheduleConfig(Section):
 
     cluster: file or shipped name of the cluster whose costs a plan is made with. degrees: None = the fastest in
     simulation. plan: a file to take the plan from instead. chunk: what chunks are cut along. segment: layers planned
-    together. hierarchical: All-to-Alls over both links come in two, within nodes and between them; "auto" tries both
-    ways. slices: pieces of the dense gradient's reduction; None = the schedule's choice. barriers: False leaves the
-    order of tasks to XLA. sm_aware: ties tasks so that links get their multiprocessors first (see
-    `jaxmoe.plan.passes.sm`). profile: before a run's first step, measure what the model's tasks take on the present
-    devices (`jaxmoe.measure.modules`), and plan with that instead of the cluster's costs. candidates: of "auto", how
-    many plans are measured as whole steps before a run's first step, the fastest of which is run: those that are
-    expected to be the fastest, of each kind of chunks at first. What was chosen is kept as plan.json and cluster.toml
-    in `train.run_dir`.
+    together; "auto" tries 1 and 2 where it is 1. hierarchical: All-to-Alls over both links come in two, within nodes
+    and between them. "auto" chooses chunk and hierarchical itself, whatever is given. slices: pieces of the dense
+    gradient's reduction; None = the schedule's choice. barriers: False leaves the order of tasks to XLA. sm_aware: ties
+    tasks so that links get their multiprocessors first (see `jaxmoe.plan.passes.sm`). profile: before a run's first
+    step, measure what the model's tasks take on the present devices (`jaxmoe.measure.modules`), and plan with that
+    instead of the cluster's costs. candidates: for "auto", how many of the planner's best plans are timed as whole
+    steps before a run's first step; the fastest is run. Those with other chunks than the best come first. The choice is
+    kept in `train.run_dir` as plan.json, the costs as cluster.toml.
     """
 
     kind: Literal["plain", "sequential", "pipemoe", "parm-s1", "parm-s2", "fsmoe", "mast", "sp-moe", "auto"] = "plain"
@@ -432,6 +433,9 @@ def _check_train(cfg: Config) -> None:
 
 
 def _check_schedule(cfg: Config) -> None:
+    if cfg.schedule.profile and (cfg.schedule.kind == "plain" or cfg.schedule.plan is not None):
+        given = f'schedule.kind="{cfg.schedule.kind}"' if cfg.schedule.plan is None else "schedule.plan"
+        raise ConfigError(f"schedule.profile must be false where no plan is made from costs, got true with {given}")
     if cfg.schedule.candidates > 1 and (cfg.schedule.kind != "auto" or cfg.schedule.plan is not None):
         given = f'schedule.kind="{cfg.schedule.kind}"' if cfg.schedule.plan is None else "schedule.plan"
         raise ConfigError(f'schedule.candidates must be 1 but for schedule.kind="auto" without schedule.plan, got '

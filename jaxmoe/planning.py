@@ -19,7 +19,7 @@ from .mesh import abstract_mesh
 from .models.decoder import DecoderLM, spec_of
 from .plan import codec_policy
 from .plan.block import SAVED, Block
-from .plan.cluster import Cluster, load_cluster
+from .plan.cluster import Cluster, as_cluster
 from .plan.memory import Memory
 from .plan.passes import sm_aware
 from .plan.plan import Plan
@@ -41,14 +41,16 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     """The plan that `[schedule]` asks for, for the model and batch of cfg.
 
     cluster: costs to plan with; None = `schedule.cluster`. Raises ValueError if the plan in `schedule.plan` was made
-    for other shapes, or if the schedule is "plain".
+    for other shapes, if the schedule is "plain", or if the block cannot be cut so; "auto" also if no plan fits the
+    device's memory.
 
     Example: ``made = jaxmoe.plan(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml"), "8x8-h100")``
     """
-    cluster = _cluster(cfg.schedule.cluster if cluster is None else cluster)
+    cluster = as_cluster(cfg.schedule.cluster if cluster is None else cluster)
     kind = cfg.schedule.kind
     if cfg.schedule.plan is not None:
-        return _read(cfg.schedule.plan, coded(cfg, cluster), () if cfg.codec.kind != "auto" else ("codec",))
+        free = ("codec",) if "auto" in cfg.codec.asked.values() else ()
+        return _read(cfg.schedule.plan, coded(cfg, cluster), free)
     if kind not in PLANNERS:
         raise ValueError(f"schedule.kind must be one of {', '.join(PLANNERS)} to make a plan, got {kind!r}")
     if kind == "auto":
@@ -79,13 +81,21 @@ def memory_of(cfg: Any, made: Plan) -> Memory:
 
 def _searched(cfg: Any, cluster: Cluster, degrees: Degrees | None = None, memory_bytes: float | None = None) -> Found:
     """Under the device's memory; what `train.remat` keeps, or less where that does not fit."""
-    return fastest_way(search(block, cluster, degrees, cfg.schedule.slices, KEPT[cfg.train.remat], _outside(cfg),
-                              memory_bytes) for block in _ways_to_code(cfg, cluster))
+    outside, found, refused = _outside(cfg), [], None
+    for block in ways_to_code(cfg, cluster):
+        try:
+            found.append(search(block, cluster, degrees, cfg.schedule.slices, KEPT[cfg.train.remat], outside,
+                                memory_bytes))
+        except ValueError as e:
+            refused = refused or e
+    if refused is not None and not found:
+        raise refused
+    return fastest_way(found)
 
 
-def _ways_to_code(cfg: Any, cluster: Cluster) -> list[Block]:
-    """The block coded as `[codec]` asks for, and without what "auto" codes of activations, of parameters or of both:
-    what sending takes may be hidden where coding is not."""
+def ways_to_code(cfg: Any, cluster: Cluster) -> list[Block]:
+    """The block as `[codec]` asks for, and again without what "auto" codes of activations, of parameters or of both:
+    sending may hide behind compute where coding, itself compute, cannot."""
     block, found = block_of(cfg, cluster), []
     for off in itertools.chain.from_iterable(itertools.combinations(TOGETHER, n) for n in range(len(TOGETHER) + 1)):
         names = set(itertools.chain(*off))
@@ -95,7 +105,7 @@ def _ways_to_code(cfg: Any, cluster: Cluster) -> list[Block]:
 
 
 def _outside(cfg: Any) -> float:
-    """Parameters that one device stores outside of the stack."""
+    """How many parameters one device stores outside of the stack."""
     mesh = abstract_mesh(cfg)
     found = 0.0
     for path, variable in nnx.to_flat_state(nnx.state(_model(cfg, mesh), nnx.Param)):
@@ -136,10 +146,6 @@ def _finished(made: Plan, cluster: Cluster, cfg: Any) -> Plan:
     return made if cfg.schedule.barriers else replace(made, barriers=False)
 
 
-def _cluster(cluster: Cluster | str | Path) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-
-
 def _read(path: str, block: Block, free: tuple[str, ...]) -> Plan:
     """free: names of what may be otherwise than in the config's block."""
     try:
@@ -150,7 +156,7 @@ def _read(path: str, block: Block, free: tuple[str, ...]) -> Plan:
     for name in (n for n in Block.__dataclass_fields__ if n not in free):
         if getattr(found.block, name) != getattr(block, name):
             raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "
-                             f"has {getattr(block, name)!r}")
+                             f"has {getattr(block, name)!r}; make it again with `jaxmoe plan CONFIG --out {path}`")
     return found
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from .experts import ExpertWeights
 from .layer import apply
 from .mesh import roles_of
-from .plan.cluster import Cluster, load_cluster
+from .plan.cluster import Cluster, as_cluster
 from .plan.plan import Plan
 from .plan.prove import Report, compile_options, judge, read, target_devices
 from .planning import plan as make_plan
@@ -30,7 +30,7 @@ def prove(cfg: Any, cluster: Cluster | str, plan: Plan | None = None) -> Report:
 
     Example: ``print(jaxmoe.prove(jaxmoe.load_config("configs/mixtral-8x7b-8x8-h100.toml"), "8x8-h100").text)``
     """
-    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    cluster = as_cluster(cluster)
     plan = plan or make_plan(cfg, cluster)
     mesh = target_mesh(cfg, cluster)
     compiled = lowered_step(cfg, mesh, plan).compile(compiler_options=compile_options(plan))
@@ -42,7 +42,7 @@ def prove_layer(spec: Spec, batch: int, sequence: int, cluster: Cluster | str, p
 
     spec: with a mesh of axes and sizes only; its product must be the cluster's devices.
     """
-    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    cluster = as_cluster(cluster)
     assert spec.mesh is not None
     mesh = _mesh_of(dict(spec.mesh.shape), cluster)
     spec = replace(spec, mesh=mesh)

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 from .config import ROLES, Config, ConfigError, from_dict
 from .mesh import abstract_mesh, roles_of
-from .plan.cluster import Cluster, load_cluster
+from .plan.cluster import Cluster, as_cluster
 from .plan.schedules.base import Trials
 from .plan.search import does_not_fit, variants
 from .plan.simulate import simulate
-from .planning import KEPT, coded, memory_of, plan
+from .planning import KEPT, coded, memory_of, plan, ways_to_code
 
 # What one axis may be; an axis that is not of `model` splits the batch.
 DENSE = (("data",), ("data", "fsdp"), ("model",))
 MOE = ((), ("expert",), ("expert_shard",))
 
 
-class Mapping(NamedTuple):
+class RoleMapping(NamedTuple):
     """cfg: with the roles filled in. seconds: modelled, of its plan's stack."""
 
     cfg: Config
@@ -52,22 +52,25 @@ def choose_roles(cfg: Config, cluster: Cluster | str | Path | None = None) -> Co
     return cfg if cfg.parallel.kind == "given" else mappings(cfg, cluster)[0].cfg
 
 
-def mappings(cfg: Config, cluster: Cluster | str | Path | None = None) -> list[Mapping]:
+def mappings(cfg: Config, cluster: Cluster | str | Path | None = None) -> list[RoleMapping]:
     """All mappings that were planned and fit, the fastest first. See `choose_roles`."""
-    cluster = cfg.schedule.cluster if cluster is None else cluster
-    costs = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    bounds = [(_bound(c, costs), c) for c in legal(cfg)]
+    costs, why = as_cluster(cfg.schedule.cluster if cluster is None else cluster), ""
+    bounds: list[tuple[float, Config]] = []
+    for mapped in legal(cfg):
+        try:
+            bounds.append((_bound(mapped, costs), mapped))
+        except ValueError as e:   # its block cannot be as `[schedule]` asks for
+            why = why or f"; the first: {e}"
     if not bounds:
         raise ConfigError('parallel.kind="auto" must find roles that keep what [parallel] gives and divide the model '
                           f"and train.batch={cfg.train.batch}, got none for mesh.axes {cfg.mesh.axes}; drop "
-                          "parallel.sizes or roles, or change mesh.axes")
-    found: list[Mapping] = []
-    why = ""
+                          f"parallel.sizes or roles, or change mesh.axes{why}")
+    found, why = [], ""
     for bound, mapped in sorted(bounds, key=lambda b: b[0]):
         if found and bound >= min(m.seconds for m in found):
             break
         try:
-            found.append(Mapping(mapped, _seconds(mapped, costs)))
+            found.append(RoleMapping(mapped, _seconds(mapped, costs)))
         except ValueError as e:   # cannot be cut by this schedule, or does not fit
             why = why or str(e)
     if not found:
@@ -104,7 +107,8 @@ def _with_roles(cfg: Config, roles: dict[str, tuple[str, ...]]) -> Config:
 
 def _bound(cfg: Config, cluster: Cluster) -> float:
     """Seconds that no plan of the stack goes below."""
-    cuts = [cut for cuts in variants(coded(cfg, cluster)) for cut in cuts[:1]]
+    blocks = ways_to_code(cfg, cluster) if cfg.schedule.kind == "auto" else [coded(cfg, cluster)]
+    cuts = [cuts[0] for block in blocks for cuts in variants(block)]
     least = min(Trials(cut, cluster, KEPT[cfg.train.remat]).least() / cut.segment for cut in cuts)
     return least * cfg.model.layers
 

@@ -59,6 +59,7 @@ def test_reproduce_and_doctor():
     (["prove", CONFIG, "--mesh.axes={ node = 2, gpu = 2 }"], "must be the 64 devices of cluster '8x8-h100', got 4"),
     (["reproduce", "everything"], "reproduce knows fsmoe"),
     (["bench", "train"], "bench train needs CONFIG"),
+    (["bench", "layer", "--shpae=b"], "bench layer takes no CONFIG and no config keys, got --shpae=b"),
     (["profile", "--out", "x.toml", "--axes", "a:b"], "--axes must be like node=2:inter,gpu=4:intra, got 'a:b'"),
 ])
 def test_bad_input_is_one_line(args, message):

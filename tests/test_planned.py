@@ -266,6 +266,7 @@ def test_planned_stack_equals_the_unplanned(place, layout, layers, schedule, rem
     ({"kind": "pipemoe", "segment": 3}, {"scan": True}, "schedule.segment must divide model.layers=4, got 3"),
     ({"kind": "pipe"}, {}, "schedule.kind"),
     ({"kind": "fsmoe", "candidates": 2}, {"scan": True}, 'schedule.candidates must be 1 .*, got 2 with .*fsmoe'),
+    ({"kind": "plain", "profile": True}, {}, 'schedule.profile must be false .*, got true with schedule.kind="plain"'),
     ({"kind": "auto", "candidates": 2, "plan": "p.json"}, {"scan": True}, "got 2 with schedule.plan"),
     ({"kind": "pipemoe"}, {"scan": True, "moe_every": 2}, "model.moe_every must be 1 for a planned schedule"),
 ])

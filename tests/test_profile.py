@@ -137,7 +137,7 @@ def test_the_candidate_that_is_measured_as_the_fastest_is_chosen(monkeypatch):
 
 
 def test_a_run_keeps_its_choice(monkeypatch, tmp_path):
-    chosen = choice.Choice(candidates(AUTO, load_cluster("cpu-8"))[-1], load_cluster("cpu-8"), (3.0, 2.0, 1.0))
+    chosen = choice.MeasuredPlan(candidates(AUTO, load_cluster("cpu-8"))[-1], load_cluster("cpu-8"), (3.0, 2.0, 1.0))
     asked = []
     monkeypatch.setattr(choice, "choose", lambda *_: asked.append(1) or chosen)
     for resume in (False, True):

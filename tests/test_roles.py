@@ -88,6 +88,12 @@ def test_none_found_is_said():
         plan(config(), H100)
 
 
+def test_mappings_that_cannot_be_scheduled_are_left_out():
+    """Two steps of an All-to-All need experts over both links."""
+    found = mappings(config(parallel={"sizes": {"model": 1, "fsdp": 64}}, schedule={"hierarchical": True}), H100)
+    assert found and all(len(roles_of(m.cfg).expert) == 2 for m in found)
+
+
 @pytest.mark.slow
 def test_a_run_chooses_its_roles(tmp_path):
     for i in range(12):

@@ -98,7 +98,7 @@ def fitted(mesh, repeats: int) -> Cluster:
     for kind, degrees in (("raw", (1, 2, 4, 8)), (CODED, (2,))):
         one = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
         cluster, _ = with_modules(one, cluster, repeats, degrees)
-        cluster = with_launch(one, cluster, repeats, degrees)
+        cluster = with_launch(one, cluster, repeats, degrees)   # with one degree, as it was
     return cluster
 
 

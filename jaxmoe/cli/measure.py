@@ -27,6 +27,11 @@ def bench(
 ) -> None:
     """Measure on the present devices: the MoE layer beside its bound, the codec beside its peers, a config's train step
     under several schedules."""
+    from ..config import ConfigError
+
+    if what != "train" and (config is not None or context.args):
+        given = " ".join(map(str, (*([config] if config else []), *context.args)))
+        raise ConfigError(f"bench {what} takes no CONFIG and no config keys, got {given}")
     measures = {
         "layer": lambda: _layer_rows(shape, devices, repeats), "codec": lambda: _codec_rows(peers, repeats),
         "train": lambda: _train_rows(config, overrides(context.args), schedules, repeats),
@@ -78,13 +83,15 @@ def _short(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-@app.command()
+@app.command(context_settings=FREE)
 def profile(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Cluster file to write.")],
     axes: Annotated[str, typer.Option(help="Mesh axes and their links: name=size:link, several with commas.")] = "",
     devices: Annotated[int, typer.Option(min=1, help="Simulated devices, where there is no GPU.")] = 8,
     name: Annotated[str, typer.Option(help="Name of the cluster.")] = "measured",
-    config: Annotated[Path | None, typer.Option(help="A model whose planned tasks are measured as well.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A model whose planned tasks are measured as well; "
+                                                         "any of its keys is an option.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure collectives, matrix products and copies on the present devices, and how much longer they take beside each
@@ -103,7 +110,7 @@ def profile(
         from ..measure.modules import with_launch, with_modules
         from ..roles import choose_roles
 
-        cfg = choose_roles(load_config(config), cluster)
+        cfg = choose_roles(load_config(config, overrides(context.args)), cluster)
         cluster, found = with_modules(cfg, cluster)
         fits, cluster = [*fits, *found], with_launch(cfg, cluster)
     out.write_text(cluster.to_toml())

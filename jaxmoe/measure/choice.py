@@ -15,7 +15,7 @@ from .training import fastest
 
 
 @dataclass(frozen=True)
-class Choice:
+class MeasuredPlan:
     """cluster: what was planned with. seconds: of a training step, measured, by candidate, the one first that was
     expected to be the fastest; empty if there was one only."""
 
@@ -34,18 +34,19 @@ class Choice:
         return f"{chosen}: the fastest of {len(self.seconds)}, whose steps took {measured} s"
 
 
-def measures(cfg: Any) -> bool:
+def wants_measurements(cfg: Any) -> bool:
     """Whether cfg wants its plan chosen by measurements."""
     return cfg.schedule.is_planned and (cfg.schedule.profile or cfg.schedule.candidates > 1)
 
 
-def choose(cfg: Any, mesh: Mesh) -> Choice:
+def choose(cfg: Any, mesh: Mesh) -> MeasuredPlan:
     """As `schedule.profile` and `schedule.candidates` say. All processes of a run call this, and get the same."""
     cluster = load_cluster(cfg.schedule.cluster)
     if cfg.schedule.profile:
         cluster, _ = with_modules(cfg, cluster)
         cluster = with_launch(cfg, cluster)
-    if cfg.schedule.candidates == 1:
-        return Choice(plan(cfg, cluster), cluster)
-    chosen, seconds = fastest(cfg, mesh, candidates(cfg, cluster))
-    return Choice(chosen, cluster, tuple(seconds))
+    made = candidates(cfg, cluster) if cfg.schedule.candidates > 1 else [plan(cfg, cluster)]
+    if len(made) == 1:
+        return MeasuredPlan(made[0], cluster)
+    chosen, seconds = fastest(cfg, mesh, made)
+    return MeasuredPlan(chosen, cluster, tuple(seconds))

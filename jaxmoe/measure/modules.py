@@ -41,8 +41,8 @@ def with_modules(cfg: Any, cluster: Cluster, repeats: int = 5,
                  degrees: Sequence[int] = DEGREES) -> tuple[Cluster, list[Fit]]:
     """The cluster with modules of cfg's model, measured on the present devices at these degrees, and their fits.
 
-    Modules that the cluster has are not measured again; its other costs plan what is measured. In a run of several
-    processes all call this, and get what the first one measured.
+    Modules that the cluster has already are kept. The plans whose tasks are timed are made with its other costs. In a
+    run of several processes all call this, and get what the first one measured.
     """
     mesh = make_mesh(cfg)
     times: dict[str, dict[float, list[float]]] = {}
@@ -60,8 +60,8 @@ def with_launch(cfg: Any, cluster: Cluster, repeats: int = 5, degrees: Sequence[
     """The cluster with `device.launch_seconds` such that steps of cfg's model in the fewest and in the most of these
     chunks differ in simulation as they do on the present devices.
 
-    What a task takes in a program beyond what it takes alone: its values are cut and joined, it waits for its turn. As
-    `with_modules`, in all processes. One degree only: as it was.
+    It stands for what a task takes in a program beyond its own work: its values are cut and joined, it waits for its
+    turn. All processes of a run call this. With one degree that the block can be cut at, the cluster is as it was.
     """
     plans = _plans(cfg, cluster, degrees)
     if len(plans) < 2:
@@ -70,7 +70,7 @@ def with_launch(cfg: Any, cluster: Cluster, repeats: int = 5, degrees: Sequence[
     mesh = make_mesh(cfg)
     seconds, _ = seconds_of(steppers(cfg, mesh, {"few": few, "many": many}), repeats)
     measured = seconds["many"] - seconds["few"]
-    least, most = 0.0, max(measured, 0.0)   # a second of launching makes them differ by many
+    least, most = 0.0, max(measured, 0.0)   # many tasks pay it, so it is at most the whole difference
     for _ in range(HALVINGS):
         tried = _launching(cluster, (least + most) / 2)
         too_long = simulate(many, tried).makespan - simulate(few, tried).makespan > measured

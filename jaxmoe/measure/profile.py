@@ -155,11 +155,11 @@ def _matmul(mesh: Mesh, dtype: Any, width: int):
 
 def _contention(mesh: Mesh, links: Mapping[str, LinkName], fits: Mapping[str, Fit], size: int, widths: Sequence[int],
                 repeats: int, dtype: Any) -> Contention:
-    """Factor on an All-to-All's and a product's time while both run, the same for both: 1 if they do not disturb each
-    other, 2 if they might as well take turns.
+    """Factor by which an All-to-All and matrix products slow each other down, taken to be the same for both: 1 = not at
+    all, 2 = they might as well take turns.
 
     Of All-to-Alls of the largest `size` together, and of as many products of one width as take about as long, both in
-    `PIECES`, as chunks are: what a link waits for at first counts less.
+    `PIECES`, as chunks are: the start of a transfer is disturbed more than the rest.
     """
     which = "inter" if "inter" in links.values() else "intra"
     axes = tuple(a for a in mesh.axis_names if links.get(a) == which)

@@ -37,9 +37,9 @@ def times_of(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def in_a_row(call: Callable[[], Any], sent_bytes: float) -> tuple[Callable[[], None], int]:
-    """As many calls of a collective as send `SUSTAINED` bytes from a device, as one call, and how many they are.
+    """One call that calls a collective until a device has sent `SUSTAINED` bytes, `MOST` times at most, and how often.
 
-    Buffers on the way let what is sent after a pause pass faster than the link's rate, which a step does not see.
+    A single message after a pause fills buffers on the way, and seems faster than the link, which a step does not see.
     """
     count = min(MOST, math.ceil(SUSTAINED / max(sent_bytes, 1)))
 

@@ -58,7 +58,7 @@ def bench_train(cfg: Any, schedules: Sequence[str] = ("plain", "sequential", "pi
     """
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"scan": True})})
     plans = {kind: None if kind == "plain" else plan(cfg.model_copy(
-        update={"schedule": cfg.schedule.model_copy(update={"kind": kind})})) for kind in schedules}
+        update={"schedule": cfg.schedule.model_copy(update={"kind": kind, "plan": None})})) for kind in schedules}
     seconds, spread = seconds_of(steppers(cfg, make_mesh(cfg), plans), repeats)
     cluster = load_cluster(cfg.schedule.cluster)
     rows = []

@@ -164,6 +164,11 @@ class Cluster(Section):
 NAMED: dict[str, type[Fact]] = {"codecs": Codec, "modules": Module}   # tables of tables whose names are free
 
 
+def as_cluster(cluster: Cluster | str | Path) -> Cluster:
+    """A cluster, or the one of this file or shipped name."""
+    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+
+
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file, or one that comes with the library by its name, such as "8x8-h100".
 

@@ -28,8 +28,8 @@ TRIED = {"dispatch": ("x4s",), "combine": ("x4s",), "parameters": ("x3p", "x4s")
 
 @dataclass(frozen=True)
 class Choice:
-    """codec: None = not coded. bytes: that one device sends uncoded, of a layer. seconds: by format, "off" is uncoded;
-    modelled, of a layer and one direction. why: for people."""
+    """How one class of tensors is coded. codec: format, None = uncoded. bytes: uncoded, that one device sends in a
+    layer. seconds: format, or "off", -> modelled, of a layer and one direction. why: for people."""
 
     tensors: str
     codec: str | None

@@ -46,8 +46,8 @@ def seconds(task: Task, cluster: Cluster) -> float:
 
 
 def module_of(task: Task) -> str:
-    """Name of what takes equal time for equal amounts: "attend", "experts_up:dx", "encode_dispatch:x4s". A task that is
-    run again in the backward pass is what it is in the forward one."""
+    """Key under which a task's measured cost is filed: "attend", "experts_up:dx", "encode_dispatch:x4s". A recomputed
+    task has that of its forward task."""
     suffix = "" if task.direction == "recompute" else task.name.partition(":")[2]
     return ":".join(part for part in (task.verb, suffix, codec_of(task)) if part)
 

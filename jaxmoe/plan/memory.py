@@ -96,8 +96,8 @@ def _layer_bytes(b: Block) -> dict[str, float]:
               "tokens": stream * m, "n_all": stream * m,
               "q": heads, "k": kv_heads, "v": kv_heads, "o": heads,
               "slots": rows * b.d_model, "back": rows * b.sharers * b.d_model, "coded": sent, "came": sent,
-              "sent": sent, "met": rows * b.sharers * b.d_model, "recv": sent, "out": sent, "rows": sent * q,
-              "part": sent * q,
+              "near": 2 * sent, "sent": sent, "met": rows * b.sharers * b.d_model, "recv": sent, "out": sent,
+              "rows": sent * q, "part": sent * q,
               "hidden": rows * b.d_ff * (2 if b.gated else 1),
               "shared_hidden": tokens * b.d_ff * b.shared_experts * (2 if b.gated else 1)}
     routed = {"weights": tokens * b.k, "choice": tokens * b.k, "scores": tokens * b.num_experts,

@@ -31,10 +31,10 @@ FORWARD: tuple[Order, ...] = (*mast.FORWARD, *sp_moe.FORWARD)
 BACKWARD: tuple[Order, ...] = (*mast.BACKWARD, *sp_moe.BACKWARD)
 PROBES = Orders(list_order, list_order)
 SEGMENTS = (1, 2)
-PROBED = 2       # choices for which all orders are tried
-PROMISING = 1.1  # times what is known: seconds in list order of those
-FINISHED = 2     # combinations that are improved, and of which what flies beside what is tied
-FASTER = 2.0     # what `explain` tries
+PROBED = 2       # choices, the best in list order, for which all orders are tried
+PROMISING = 1.1  # a choice is tried only if its seconds in list order are below this times the best known
+FINISHED = 2     # combinations whose orders are improved
+FASTER = 2.0     # speed-up that `explain` assumes of one thing at a time
 
 
 class Candidate(NamedTuple):
@@ -52,8 +52,8 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """candidates: plans that fit, of each way to cut the block and of each degrees the fastest in simulation, the
-    fastest of all first (see also `unlike`). alone: modelled seconds of the stack, by schedule."""
+    """candidates: the plans that fit in memory, the fastest of each way to cut the block and of each degrees, sorted by
+    modelled seconds. alone: schedule -> modelled seconds of the stack under the schedule's own plan."""
 
     candidates: tuple[Candidate, ...]
     alone: Mapping[str, float]
@@ -76,9 +76,9 @@ class Found:
         return {**self.alone, "auto": self.candidates[0].seconds}
 
     def unlike(self, most: int) -> list[Plan]:
-        """Up to so many plans to be measured: the fastest, the fastest of those with other chunks, then the next ones.
+        """Up to so many plans to be measured: the fastest, then that of each other kind of chunks, then the rest.
 
-        What a model gets wrong it gets wrong for like plans alike.
+        Plans of one kind share the model's errors, so that measuring only those would not show them.
         """
         chunks = [c.plan.block.chunk for c in self.candidates]
         ranked = sorted(range(len(chunks)), key=lambda i: chunks[i] in chunks[:i])
@@ -98,7 +98,7 @@ class Combination:
 
     @property
     def layer_seconds(self) -> float:
-        """Of one layer in the middle of a stack, forward and backward, before what flies beside what is tied."""
+        """Modelled, of one layer in the middle of a stack, forward and backward, before overlaps are tied."""
         return self.trials.seconds(self.choice) / self.trials.block.segment
 
     @property
@@ -127,7 +127,8 @@ class Combination:
 
 @dataclass(frozen=True)
 class Space:
-    """What the planner may choose from. degrees: None = all. limit: bytes of a device, `outside` of them used."""
+    """What the planner may choose from. degrees: None = all. limit: bytes of memory of a device. outside: how many
+    parameters a device stores outside of the stack."""
 
     degrees: Degrees | None = None
     slices: tuple[int, ...] = SLICES
@@ -253,10 +254,10 @@ def variants(block: Block) -> Iterator[list[Block]]:
 
 
 def combined(trials: Trials, degrees: Iterable[Degrees], space: Space, known: float) -> Combination | None:
-    """The fastest choice that fits; None if no segment takes less than `known` seconds.
+    """The fastest choice that fits in memory; None if none takes less than `known` seconds a segment.
 
-    Of degrees those first that are the same for all parts, or 1 for some; then those that differ from the best in one.
-    At a middle number of slices; then slices at the best degrees, and degrees again at that number.
+    First come degrees that are equal for all parts, or 1 for the dense ones, at a middle number of slices; then degrees
+    that differ in one direction or part; then slices; then degrees again.
     """
     if trials.least() >= known:
         return None

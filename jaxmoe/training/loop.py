@@ -221,21 +221,23 @@ def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, window
 
 
 def measured_plan(cfg: Any, mesh: Mesh, run_dir: Path, resume: bool) -> tuple[Plan | None, str]:
-    """The plan that measurements choose, and how; chosen once in a run, and again if it does not fit any more what is
-    resumed. None = the plan of cfg."""
-    if not choice.measures(cfg):
+    """The plan that measurements choose, and a line that says how; None if the config does not ask for that. What is
+    resumed goes on with the plan that it kept, if that still fits."""
+    if not choice.wants_measurements(cfg):
         return None, ""
-    kept = run_dir / "plan.json"
+    kept, again = run_dir / "plan.json", ""
     if resume and kept.is_file():
-        with contextlib.suppress(ValueError):
-            schedule = cfg.schedule.model_copy(update={"plan": str(kept)})
+        schedule = cfg.schedule.model_copy(update={"plan": str(kept)})
+        try:
             return plan(cfg.model_copy(update={"schedule": schedule})), ""
+        except ValueError as e:
+            again = f"measured again, as {e}; "
     found = choice.choose(cfg, mesh)
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         kept.write_text(found.plan.to_json())
         (run_dir / "cluster.toml").write_text(found.cluster.to_toml())
-    return found.plan, found.text
+    return found.plan, again + found.text
 
 
 def _steps(run: Run) -> None:

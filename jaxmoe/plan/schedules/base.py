@@ -213,7 +213,8 @@ class Trials:
         return self.costs[id(pass_)]
 
     def fastest(self, choices: Iterable[Choice]) -> Choice:
-        """The first of the fastest; one that the block cannot be cut like if that is so for all, at equal degrees.
+        """The fastest choice that the block can be cut at. If there is none and all have the same degrees, the first
+        one, so that cutting it raises the error that says why.
 
         Raises ValueError if the block can be cut at none of several degrees.
         """
