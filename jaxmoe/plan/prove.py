@@ -16,6 +16,7 @@ from typing import Any
 
 from .cluster import Cluster, gpu_description
 from .cost import durations
+from .orders import topological
 from .plan import Plan
 from .tasks import STREAMS, Pass, Span, Task
 
@@ -333,27 +334,12 @@ def _compute_beside(half: _Half, flight: Flight) -> list[Task]:
 def _independent_products(pass_: Pass) -> set[str]:
     """Collectives beside which some matrix product could run."""
     ancestors: dict[str, set[str]] = {}
-    for name in _topological(pass_):
+    for name in topological(pass_):
         ancestors[name] = set().union(*(ancestors[a] | {a} for a in pass_.after[name]))
     products = [t.name for t in pass_.tasks if t.kind == "matmul"]
     return {t.name for t in pass_.tasks if t.is_collective and any(
         p not in ancestors[t.name] and t.name not in ancestors[p] for p in products)}
 
-
-def _topological(pass_: Pass) -> list[str]:
-    """Each task after those it waits for."""
-    left = {t.name: len(pass_.after[t.name]) for t in pass_.tasks}
-    readers: dict[str, list[str]] = {}
-    for name, earlier in pass_.after.items():
-        for a in earlier:
-            readers.setdefault(a, []).append(name)
-    order = [n for n, count in left.items() if not count]
-    for name in order:
-        for r in readers.get(name, ()):
-            left[r] -= 1
-            if not left[r]:
-                order.append(r)
-    return order
 
 
 def _departures(half: _Half, computation: Computation) -> list[str]:
