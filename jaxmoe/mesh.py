@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -58,6 +59,12 @@ def roles_of(cfg) -> Roles:
     return Roles(tuple(p.data), tuple(p.expert), tuple(p.expert_shard), tuple(p.model), tuple(p.fsdp))
 
 
+def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
+    """`[mesh] axes` with -1 replaced by what is left of so many devices, 1 at least."""
+    known = math.prod(s for s in axes.values() if s != -1)
+    return {name: max(count // known, 1) if s == -1 else s for name, s in axes.items()}
+
+
 def make_mesh(cfg) -> Mesh:
     """The mesh of `[mesh] axes` over all present devices; one size may be -1.
 
@@ -65,13 +72,8 @@ def make_mesh(cfg) -> Mesh:
 
     Example: ``mesh = make_mesh(load_config("configs/quickstart.toml"))``
     """
-    sizes, count = dict(cfg.mesh.axes), jax.device_count()
-    known = math.prod(s for s in sizes.values() if s != -1)
-    for name, size in sizes.items():
-        if size == -1:
-            if count % known:
-                raise ValueError(f"mesh.axes: the other sizes' product {known} must divide the {count} devices")
-            sizes[name] = count // known
+    count = jax.device_count()
+    sizes = axis_sizes(cfg.mesh.axes, count)
     if math.prod(sizes.values()) != count:
         raise ValueError(
             f"mesh.axes: the product of {sizes} must be the device count {count}, got {math.prod(sizes.values())}; "
@@ -82,9 +84,7 @@ def make_mesh(cfg) -> Mesh:
 
 def abstract_mesh(cfg) -> AbstractMesh:
     """The config's mesh without devices; a size -1 is what the present devices leave."""
-    sizes = dict(cfg.mesh.axes)
-    known = math.prod(s for s in sizes.values() if s != -1)
-    sizes = {name: max(jax.device_count() // known, 1) if s == -1 else s for name, s in sizes.items()}
+    sizes = axis_sizes(cfg.mesh.axes, jax.device_count())
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

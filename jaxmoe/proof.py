@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .experts import ExpertWeights
 from .layer import apply
-from .mesh import roles_of
+from .mesh import axis_sizes, roles_of
 from .plan.cluster import Cluster, as_cluster
 from .plan.plan import Plan
 from .plan.prove import Report, compile_options, judge, read, target_devices
@@ -74,9 +74,7 @@ def peak_bytes(compiled: Any) -> int:
 
 def target_mesh(cfg: Any, cluster: Cluster) -> Mesh:
     """The config's mesh of the cluster's devices."""
-    sizes = dict(cfg.mesh.axes)
-    known = math.prod(s for s in sizes.values() if s != -1)
-    return _mesh_of({a: cluster.num_devices // known if s == -1 else s for a, s in sizes.items()}, cluster)
+    return _mesh_of(axis_sizes(cfg.mesh.axes, cluster.num_devices), cluster)
 
 
 def _mesh_of(sizes: dict[str, int], cluster: Cluster) -> Mesh:
