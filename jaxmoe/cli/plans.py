@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,8 +39,12 @@ def plan(
     chosen, others = compare(cfg, costs)
     if out is not None:
         out.write_text(chosen.to_json())
-    _show(chosen, costs, others, timeline, trace, as_json, memory_of(cfg, chosen),
-          as_planned(codec_choices(cfg, costs), chosen.block), tried)
+    facts = _facts(chosen, costs, memory_of(cfg, chosen)) | {
+        "alternatives": others,
+        "codec_choices": [dataclasses.asdict(c) for c in as_planned(codec_choices(cfg, costs), chosen.block)],
+        "roles": [{"parallel": m.cfg.parallel.model_dump(), "text": m.text, "seconds": m.seconds} for m in tried],
+    }
+    _show(facts, chosen, costs, timeline, trace, as_json)
 
 
 @app.command()
@@ -55,8 +58,8 @@ def simulate(
     from ..plan.plan import Plan
     from ..plan.search import plan_memory
 
-    found = Plan.from_json(_read(plan))
-    _show(found, load_cluster(cluster), {}, timeline, trace, as_json, plan_memory(found))
+    found, costs = Plan.from_json(_read(plan)), load_cluster(cluster)
+    _show(_facts(found, costs, plan_memory(found)), found, costs, timeline, trace, as_json)
 
 
 @app.command(context_settings=FREE)
@@ -97,41 +100,60 @@ def _read(path: Path) -> str:
         raise ValueError(f"plan {str(path)!r} cannot be read: {e.strerror}") from e
 
 
-def _show(plan: Any, cluster: Any, others: dict[str, float], png: Path | None, trace: Path | None,
-          as_json: bool, memory: Any, choices: tuple[Any, ...] = (), roles: Sequence[Any] = ()) -> None:
+def _show(facts: dict[str, Any], plan: Any, cluster: Any, png: Path | None, trace: Path | None, as_json: bool) -> None:
+    """Draws a plan's segment where asked for, and prints what is known of it."""
     from ..plan import draw
     from ..plan.search import explain
     from ..plan.simulate import simulate as run
 
-    whole, segment = run(plan, cluster), run(plan, cluster, plan.block.segment)
+    segment = run(plan, cluster, plan.block.segment)
     if png is not None:
         draw.save_png(segment, png, f"{plan.schedule} on {cluster.name} (modelled)")
     if trace is not None:
         trace.write_text(draw.trace(segment))
-    found = {
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        print("\n".join([draw.table(segment), _times(facts, plan), _memory(facts, plan), explain(plan, cluster),
+                         *_choices(facts)]))
+
+
+def _facts(plan: Any, cluster: Any, memory: Any) -> dict[str, Any]:
+    """What `--json` prints of any plan. Seconds are modelled, bytes estimated."""
+    from ..plan.simulate import simulate as run
+
+    whole = run(plan, cluster)
+    return {
         "schedule": plan.schedule, "degrees": dataclasses.asdict(plan.degrees), "cluster": cluster.name,
         "predicted_seconds": whole.makespan, "layer_seconds": whole.makespan / plan.block.layers,
         "bound_seconds": whole.bound_seconds, "exposed_communication_seconds": whole.exposed_seconds,
         "memory_bytes": memory._asdict() | {"total": memory.total, "device": cluster.device.memory_bytes},
-        "alternatives": others, "codec": dict(plan.block.codec),
-        "codec_choices": [dataclasses.asdict(choice) for choice in choices],
-        "roles": [{"parallel": m.cfg.parallel.model_dump(), "seconds": m.seconds} for m in roles],
+        "alternatives": {}, "codec": dict(plan.block.codec), "codec_choices": [], "roles": [],
     }
-    if as_json:
-        print(json.dumps(found))
-        return
-    print(draw.table(segment))
-    print(f"{plan.schedule}, degrees {found['degrees']}: the stack of {plan.block.layers} layers takes "
-          f"{whole.makespan * 1e3:.2f} ms forward and backward (modelled; bound {whole.bound_seconds * 1e3:.2f} ms, "
-          f"exposed communication {whole.exposed_seconds * 1e3:.2f} ms)")
-    over = "" if memory.total <= cluster.device.memory_bytes else ", which is too much"
-    print(f"memory of a device, estimated: {memory} of {cluster.device.memory_bytes / 1e9:.2f} GB{over}; saved for the "
-          f"backward pass: {', '.join(plan.saved)}")
-    print(explain(plan, cluster))
-    for choice in choices:
-        times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in choice.seconds.items())
-        print(f"  codec of {choice.tensors}: {choice.codec or 'off'} ({choice.why}; {choice.bytes:.3g} bytes, {times})")
-    for m in roles:
-        print(f"  {m.seconds * 1e3:10.2f} ms with {m.text}")
-    for name, seconds in sorted(others.items(), key=lambda item: item[1]):
-        print(f"  {name:14s} {seconds * 1e3:10.2f} ms")
+
+
+def _times(facts: dict[str, Any], plan: Any) -> str:
+    return (f"{plan.schedule}, degrees {facts['degrees']}: the stack of {plan.block.layers} layers takes "
+            f"{facts['predicted_seconds'] * 1e3:.2f} ms forward and backward (modelled; bound "
+            f"{facts['bound_seconds'] * 1e3:.2f} ms, exposed communication "
+            f"{facts['exposed_communication_seconds'] * 1e3:.2f} ms)")
+
+
+def _memory(facts: dict[str, Any], plan: Any) -> str:
+    from ..plan.memory import Memory
+
+    memory, device = Memory(*(facts["memory_bytes"][f] for f in Memory._fields)), facts["memory_bytes"]["device"]
+    over = "" if memory.total <= device else ", which is too much"
+    return (f"memory of a device, estimated: {memory} of {device / 1e9:.2f} GB{over}; saved for the backward pass: "
+            f"{', '.join(plan.saved)}")
+
+
+def _choices(facts: dict[str, Any]) -> list[str]:
+    """Lines on what was chosen, and what else there was."""
+    lines = []
+    for c in facts["codec_choices"]:
+        times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in c["seconds"].items())
+        lines.append(f"  codec of {c['tensors']}: {c['codec'] or 'off'} ({c['why']}; {c['bytes']:.3g} bytes, {times})")
+    lines += [f"  {m['seconds'] * 1e3:10.2f} ms with {m['text']}" for m in facts["roles"]]
+    return lines + [f"  {name:14s} {seconds * 1e3:10.2f} ms"
+                    for name, seconds in sorted(facts["alternatives"].items(), key=lambda item: item[1])]
