@@ -37,6 +37,16 @@ def test_plan_shows_and_writes(planned):
     assert json.loads((folder / "plan-trace.json").read_text())["traceEvents"]
 
 
+def test_plan_lists_the_mappings_of_roles_that_it_tried():
+    args = ("plan", "configs/quickstart.toml", "--parallel.kind=auto", "--parallel.expert=[]", "--model.scan=true",
+            "--schedule.kind=pipemoe", "--schedule.cluster=cpu-8")
+    keys = found(*args)
+    assert keys["roles"][0]["seconds"] == min(m["seconds"] for m in keys["roles"]) == keys["predicted_seconds"]
+    assert all(m["parallel"]["kind"] == "given" and m["parallel"]["fsdp"] == ["device"] for m in keys["roles"])
+    text = jaxmoe(*args).stdout
+    assert f"with {keys['roles'][0]['text']}" in text and "codec of dispatch: off" in text
+
+
 def test_simulate_a_saved_plan(planned):
     folder, keys = planned
     again = found("simulate", "--plan", folder / "plan.json", "--cluster", "8x8-h100")
