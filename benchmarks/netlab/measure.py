@@ -103,8 +103,9 @@ def fitted(mesh, repeats: int) -> Cluster:
 
 
 def plans_of(cfg, cluster: Cluster, mesh, args: argparse.Namespace) -> dict[str, Plan]:
-    """Raw plans of several schedules, and coded ones, each class of tensors where that pays. "measured" is the fastest
-    of so many candidates of the planner's, as `schedule.candidates` chooses."""
+    """Raw plans of several schedules, and coded ones, each class of tensors where that pays; the sequential one in any
+    case, for comparison. "measured" is the fastest of so many candidates of the planner's, as `schedule.candidates`
+    chooses."""
     block = block_of(cfg, cluster)
     asked = lambda kind: dict(codec_policy.codec_of(  # noqa: E731
         codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, kind))))
@@ -113,10 +114,12 @@ def plans_of(cfg, cluster: Cluster, mesh, args: argparse.Namespace) -> dict[str,
     found = {name: PLANNERS[name](uncoded, cluster) for name in ("sequential", "pipemoe", "fsmoe")}
     found["sp-moe"] = PLANNERS["sp-moe"](replace(uncoded, chunk="sequence"), cluster)
     found |= planned("auto", uncoded, cfg, cluster, mesh, args)
-    what = ", ".join(f"{tensors} {fmt}" for tensors, fmt in formats.items())
-    if what:
-        found[f"sequential, {what}"] = PLANNERS["sequential"](coded, cluster)
-        found |= planned(f"auto, {what}", coded, cfg, cluster, mesh, args)
+    forced = formats or {"dispatch": CODED, "combine": CODED}
+    named = lambda fmts: ", ".join(f"{tensors} {fmt}" for tensors, fmt in fmts.items())  # noqa: E731
+    found[f"sequential, {named(forced)}"] = PLANNERS["sequential"](replace(block, codec=tuple((raw | forced).items())),
+                                                                  cluster)
+    if formats:
+        found |= planned(f"auto, {named(formats)}", coded, cfg, cluster, mesh, args)
     return found
 
 
