@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from ..collectives import Counters, added, all_gather, all_reduce, no_counters, psum, reduce_scatter
+from ..collectives import Counters, added, all_gather, all_reduce, no_counters, reduce_scatter
 from ..collectives.compressed import cut, joined
 from ..compat import vary_over
 from ..plan.block import CODED_GROUPS, Block, Param
@@ -35,16 +35,12 @@ def parameter_verbs(block: Block) -> dict[str, Verb]:
     def reduce(task: Task, reads, consts):
         pending = dict(zip(task.reads, reads, strict=True))
         names = [v for v in task.writes if v.startswith("g:")]
-        pieces, codec = {v: _piece(v, pending, by_name) for v in names}, codec_of(task)
-        done, counters = (reduced(pieces), []) if codec is None else reduced_coded(pieces, codec)
+        done, counters = reduced({v: _piece(v, pending, by_name) for v in names}, codec_of(task))
         return (*(done[v] for v in names), *vary_over(_counted(task, counters), everywhere))
 
     coded = dict(block.codec)
     return {"param_gather": Verb(gather, holds_collectives="parameters" in coded),
             "grad_reduce": Verb(reduce, holds_collectives="gradients" in coded)}
-
-
-SMALL = 2**18   # values; smaller pieces are reduced together
 
 
 def _piece(name: str, pending: dict[str, jax.Array], by_name: dict[str, Param]) -> tuple[Param, jax.Array]:
@@ -58,22 +54,6 @@ def _piece(name: str, pending: dict[str, jax.Array], by_name: dict[str, Param]) 
 def _counted(task: Task, counters: list[Counters]) -> tuple[Counters, ...]:
     """What the task writes of its collectives' counters."""
     return (added(no_counters(), *counters),) if any(family(v) == "counted" for v in task.writes) else ()
-
-
-def reduced(pieces: Pieces) -> dict[str, jax.Array]:
-    """Each piece's sum over the devices that hold its parameter; small ones in one all-reduce a set of axes."""
-    found, small = {}, {}
-    for name, (param, g) in pieces.items():
-        if param.gather:
-            found[name] = psum(reduce_scatter(g, param.gather, param.gather_dim), param.reduce)
-        elif g.size > SMALL:
-            found[name] = psum(g, param.reduce)
-        else:
-            small.setdefault(param.reduce, {})[name] = g
-    for axes, group in small.items():
-        vector, back = ravel_pytree(group)
-        found |= back(psum(vector, axes))
-    return found
 
 
 def gathered(w: jax.Array, param: Param, block: Block) -> jax.Array:
@@ -94,8 +74,9 @@ def whole(params: list[tuple[Param, jax.Array]], codec: str) -> tuple[list[jax.A
     return found, counters
 
 
-def reduced_coded(pieces: Pieces, codec: str) -> tuple[dict[str, jax.Array], list[Counters]]:
-    """As `reduced`, in one message a set of axes."""
+def reduced(pieces: Pieces, codec: str | None) -> tuple[dict[str, jax.Array], list[Counters]]:
+    """Each piece's sum over the devices that hold its parameter, in one message a set of axes: of several, XLA leaves
+    in line what exceeds its limit of collectives in flight."""
     found, counters = {name: g for name, (_, g) in pieces.items()}, []
     for axes, names in grouped({n: p.gather for n, (p, _) in pieces.items()}).items():
         parts = {n: cut(found[n], axes, pieces[n][0].gather_dim) for n in names}
