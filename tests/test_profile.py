@@ -77,10 +77,15 @@ def test_modules_take_the_place_of_other_costs():
 
 def test_modules_are_lines_where_they_can_be():
     assert fitted("x", {1.0: 2.0, 2.0: 3.0, 4.0: 5.0}).alpha_seconds == pytest.approx(1)
-    one, none = fitted("x", {4.0: 2.0}), fitted("x", {0.0: 2.0})
+    one = fitted("x", {4.0: 2.0})
     assert (one.alpha_seconds, one.seconds_per_unit) == (0, 0.5)
-    assert (none.alpha_seconds, none.seconds_per_unit) == (2, 0)
     assert fitted("x", {1.0: 5.0, 2.0: 3.0, 4.0: 4.0}).alpha_seconds == 4   # larger ones take no longer
+
+
+def test_gathers_are_not_priced_as_casts_of_whole_parameters():
+    cast = Task("param_gather.norm@0", "param_gather", ("compute",), (), (), "memory")
+    gather = Task("param_gather.attention@0", "param_gather", ("inter",), (), (), "all_gather", bytes=1e6)
+    assert module_of(cast) == module_of(gather) and is_module(gather) and not is_module(cast)
 
 
 def test_watching_sees_every_task_and_what_it_writes():

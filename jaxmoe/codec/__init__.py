@@ -8,6 +8,7 @@ bfloat16).
     jaxmoe.codec.decode(packet)  # x, bit for bit
 """
 
+from ..kernels.exponent_codec import BLOCK as BLOCK  # pyright: ignore[reportMissingImports]
 from ..kernels.exponent_codec import Flags as Flags  # pyright: ignore[reportMissingImports]
 from ..kernels.exponent_codec import resolve as resolve  # pyright: ignore[reportMissingImports]
 from ..kernels.exponent_codec import sum_in_order as sum_in_order  # pyright: ignore[reportMissingImports]

@@ -126,9 +126,7 @@ def fitted(module: str, seconds: Mapping[float, float]) -> Fit:
             return fit(module, amounts, times)
         except ValueError:
             return Fit(module, float(np.median(times)), 0.0, 0.0, tuple(amounts), tuple(times))
-    most, longest = amounts[-1], times[-1]
-    alpha, unit = (0.0, longest / most) if most else (longest, 0.0)
-    return Fit(module, alpha, unit, 1.0, tuple(amounts), tuple(times))
+    return Fit(module, 0.0, times[-1] / amounts[-1], 1.0, tuple(amounts), tuple(times))
 
 
 class _Recorder:

@@ -3,6 +3,8 @@
 A class is coded iff t_encode + α + β n / ratio + t_decode < α + β n, summed over its collectives in a layer (derived;
 rule and costs are the plan's own: `cost.seconds` of the tasks with and without a format). Nothing else decides, but
 for `min_bytes` where the config gives one. What overlap hides is not counted: schedule "auto" plans without coding too.
+"auto" codes rows only if blocks of the formats lie within rows: rows differ in scale, which blocks of several do not
+bear (measured: docs/codec.md).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..codec import BLOCK
 from .block import CLASSES, Block
 from .cluster import Cluster
 from .cost import seconds
@@ -22,8 +25,8 @@ VERBS = {
     "combine": ("encode_combine", "combine", "decode_combine"),
     "parameters": ("param_gather",), "gradients": ("grad_reduce",),
 }
-# Formats that "auto" tries. Rows differ in scale and may be empty, which x4s bears better (measured: docs/codec.md).
-TRIED = {"dispatch": ("x4s",), "combine": ("x4s",), "parameters": ("x3p", "x4s"), "gradients": ("x3p", "x4s")}
+TRIED = ("x3p", "x4s")   # by "auto"
+OF_ROWS = ("dispatch", "combine")
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,13 @@ def _choice(block: Block, cluster: Cluster, name: str, asked: str, min_bytes: in
         return choice(None, off, f"collectives send at most {largest:.0f} bytes, less than codec.min_bytes={min_bytes}")
     if asked != "auto":
         return choice(asked, off, "as configured")
+    if name in OF_ROWS and block.d_model % BLOCK:
+        return choice(None, off, f"rows of {block.d_model} values are not whole blocks of {BLOCK}, so that few would fit")
     times = off | {codec: coded_seconds(block, cluster, name, codec, degrees)
-                   for codec in TRIED[name] if codec in cluster.codecs}
+                   for codec in TRIED if codec in cluster.codecs}
     best = min(times, key=lambda codec: times[codec])
     if len(times) == 1:
-        return choice(None, times, f"cluster {cluster.name!r} has no rates in codecs.{' or codecs.'.join(TRIED[name])}")
+        return choice(None, times, f"cluster {cluster.name!r} has no rates in codecs.{' or codecs.'.join(TRIED)}")
     return choice(None if best == "off" else best, times, "fastest" if best != "off" else "coding takes longer")
 
 

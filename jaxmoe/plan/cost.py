@@ -53,8 +53,9 @@ def module_of(task: Task) -> str:
 
 
 def is_module(task: Task) -> bool:
-    """Whether its amount says what it takes: not so if parts of it are collectives of several kinds or links."""
-    return not task.parts
+    """Whether its amount says what it takes: not so if parts of it are collectives of several kinds or links, nor if it
+    has none, as a gather of parameters that are whole already: a real gather may have the same name."""
+    return not task.parts and amount(task) > 0
 
 
 def amount(task: Task) -> float:

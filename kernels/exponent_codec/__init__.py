@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from . import payload, xla
-from .formats import VERSION, Format, Pool, part_bytes, resolve
+from .formats import BLOCK, VERSION, Format, Pool, part_bytes, resolve
 from .payload import Flags, overflowed
 from .ref import decode as reference_decode
 from .ref import encode as reference_encode
 
 __all__ = [
-    "VERSION", "Flags", "Format", "Pool", "decode", "decode_sum", "encode", "overflowed", "part_bytes",
+    "BLOCK", "VERSION", "Flags", "Format", "Pool", "decode", "decode_sum", "encode", "overflowed", "part_bytes",
     "reference_decode", "reference_encode", "resolve", "sum_in_order",
 ]
 

@@ -44,6 +44,7 @@ Bytes = TypeVar("Bytes")
 VERSION = 1
 ROWS, COLUMNS = 16, 256
 TILE = ROWS * COLUMNS
+BLOCK = COLUMNS  # consecutive words that share a base
 ANCHOR = 3  # from the floor of the mean exponent to the top of a Gaussian's likeliest seven and eight
 ABOVE, BELOW, ZERO = 2, 12, 13  # a 4-bit code reaches from top + 2 down to top - 12
 NARROW, ESCAPE = 7, 7  # x3: codes 0..6 are a window, 7 an escape
