@@ -122,19 +122,19 @@ LARGE = config(parallel={"expert": ["node"]}, model={"d_model": 1024, "seq": 409
                codec={"kind": "auto"})
 
 
-@pytest.mark.parametrize(("seconds_per_byte", "codec"), ((1e-10, "x4s"), (2e-12, None)), ids=("slow", "fast"))
+@pytest.mark.parametrize(("seconds_per_byte", "codec"), ((1e-10, "x3p"), (2e-12, None)), ids=("slow", "fast"))
 def test_auto_codes_on_slow_links_only(seconds_per_byte, codec):
     choices = {c.tensors: c for c in codec_choices(LARGE, at_rate(seconds_per_byte))}
     for name in ("dispatch", "combine"):
         assert choices[name].codec == codec
-        assert (choices[name].seconds["x4s"] < choices[name].seconds["off"]) == (codec is not None)
+        assert (choices[name].seconds["x3p"] < choices[name].seconds["off"]) == (codec is not None)
     assert (choices["gradients"].codec is not None) == (codec is not None)
     assert plan(LARGE, at_rate(seconds_per_byte)).block.codec == codec_policy.codec_of(tuple(choices.values()))
 
 
 def test_auto_plans_without_coding_where_that_hides_less():
     """Here dispatch and combine would take less time coded, but they are hidden, which coding is not."""
-    cluster = at_rate(3e-11)
+    cluster = at_rate(2e-11)
     product = cluster.matmul.model_copy(update={"seconds_per_flop": 30 * cluster.matmul.seconds_per_flop})
     cluster = cluster.model_copy(update={"matmul": product})
     auto = config(LARGE.model_dump(), schedule={"kind": "auto"}, model={"layers": 4})
@@ -154,7 +154,14 @@ def test_auto_plans_without_coding_where_that_hides_less():
 def test_auto_leaves_gradients_alone_that_stay_within_nodes():
     """Most are of experts, of which every node holds others."""
     choices = {c.tensors: c.codec for c in codec_choices(LARGE, at_rate(1e-10, ("inter",)))}
-    assert choices["dispatch"] == "x4s" and choices["gradients"] is None
+    assert choices["dispatch"] == "x3p" and choices["gradients"] is None
+
+
+@pytest.mark.parametrize(("width", "codec"), ((1024, "x3p"), (640, None)))
+def test_auto_codes_rows_of_whole_blocks_only(width, codec):
+    choices = {c.tensors: c for c in codec_choices(config(LARGE.model_dump(), model={"d_model": width}), at_rate(1e-10))}
+    assert choices["dispatch"].codec == choices["combine"].codec == codec and choices["parameters"].codec
+    assert ("whole blocks of 256" in choices["dispatch"].why) == (codec is None)
 
 
 def test_auto_is_off_without_rates_and_for_small_messages():

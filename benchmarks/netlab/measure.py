@@ -47,7 +47,7 @@ from jaxmoe.planning import block_of  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
 FORMATS = ("raw", "x4s", "x3p")
-CODED = "x4s"   # what steps are coded with
+CODED = ("x4s", "x3p")   # what steps are coded with
 LINKS: dict = {"node": "inter", "gpu": "intra"}
 
 
@@ -81,7 +81,7 @@ def measured_cluster(mesh, repeats: int) -> Cluster:
     codecs = {row["format"]: Codec(origin="measured", ratio=row["ratio"],
                                    encode_bytes_per_second=row["encode_bytes_per_second"] / 2,
                                    decode_bytes_per_second=row["decode_bytes_per_second"] / 2)
-              for row in bench_codec(formats=(CODED,), peers=False, repeats=repeats)}
+              for row in bench_codec(formats=CODED, peers=False, repeats=repeats)}
     inside = AlphaBeta(origin="ours", alpha_seconds=1e-3, seconds_per_byte=1e-9)   # copies: too fast to be fitted
     return found.model_copy(update={
         "codecs": codecs, "intra": Link(**dict.fromkeys(COLLECTIVES, inside)), "links": LINKS})
@@ -95,7 +95,7 @@ def config(overrides: tuple[str, ...] = ()) -> Config:
 def fitted(mesh, repeats: int) -> Cluster:
     """The cluster with modules of CONFIG's model, raw and coded."""
     cfg, cluster = config(), measured_cluster(mesh, repeats)
-    for kind, degrees in (("raw", (1, 2, 4, 8)), (CODED, (2,))):
+    for kind, degrees in (("raw", (1, 2, 4, 8)), *((codec, (2,)) for codec in CODED)):
         one = cfg.model_copy(update={"codec": cfg.codec.model_copy(update={"kind": kind})})
         cluster, _ = with_modules(one, cluster, repeats, degrees)
         cluster = with_launch(one, cluster, repeats, degrees)   # with one degree, as it was
@@ -114,7 +114,7 @@ def plans_of(cfg, cluster: Cluster, mesh, args: argparse.Namespace) -> dict[str,
     found = {name: PLANNERS[name](uncoded, cluster) for name in ("sequential", "pipemoe", "fsmoe")}
     found["sp-moe"] = PLANNERS["sp-moe"](replace(uncoded, chunk="sequence"), cluster)
     found |= planned("auto", uncoded, cfg, cluster, mesh, args)
-    forced = formats or {"dispatch": CODED, "combine": CODED}
+    forced = formats or dict.fromkeys(codec_policy.OF_ROWS, CODED[0])
     named = lambda fmts: ", ".join(f"{tensors} {fmt}" for tensors, fmt in fmts.items())  # noqa: E731
     found[f"sequential, {named(forced)}"] = PLANNERS["sequential"](replace(block, codec=tuple((raw | forced).items())),
                                                                   cluster)
@@ -143,6 +143,8 @@ def kept(path: Path | None, make: Callable[[], Cluster]) -> Cluster:
 def step_rows(mesh, args: argparse.Namespace) -> list[list[str]]:
     """Train steps of a model that is not the one the cluster is fitted on.
 
+    Prints how long the sequential plan computes and sends between hosts, in simulation.
+
     What a step takes beside its stack (embedding, head, optimizer) is the same for all schedules: the median of what
     their steps take more than predicted.
     """
@@ -151,6 +153,9 @@ def step_rows(mesh, args: argparse.Namespace) -> list[list[str]]:
     plans = plans_of(cfg, cluster, mesh, args)
     times = times_of(steppers(cfg, mesh, plans), args.repeats)
     timelines = {name: simulate(plan, cluster) for name, plan in plans.items()}
+    busy = timelines["sequential"].busy_seconds
+    if jax.process_index() == 0:
+        print(f"sequential: {busy['compute']:.3f} s of computing, {busy['inter']:.3f} s between hosts\n")
     rest = max(median(median(times[name]) - timelines[name].makespan for name in plans), 0.0)
     rows = []
     for name, plan in plans.items():
@@ -174,7 +179,7 @@ def main() -> None:
     parser.add_argument("what", choices=HEADS)
     parser.add_argument("--values", type=int, default=2**20, help="collectives: values of a device")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--model", nargs="*", default=["model.layers=2", "moe.d_ff=128", "train.batch=32"],
+    parser.add_argument("--model", nargs="*", default=["model.layers=2", "moe.d_ff=384", "train.batch=32"],
                         help="steps: overrides of configs/netlab.toml, on which the cluster is fitted")
     parser.add_argument("--cluster", type=Path, help="steps: file of the fitted cluster; written if it is not there")
     parser.add_argument("--candidates", type=int, default=4, help="steps: of auto, measured; 1: none")
