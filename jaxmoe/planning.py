@@ -6,17 +6,15 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
-from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from .mesh import abstract_mesh
-from .models.decoder import DecoderLM, spec_of
+from .models.abstract import abstract_model, abstract_parameters, stored_size
+from .models.decoder import spec_of
 from .plan import codec_policy
 from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, as_cluster
@@ -107,13 +105,8 @@ def ways_to_code(cfg: Any, cluster: Cluster) -> list[Block]:
 def _outside(cfg: Any) -> float:
     """How many parameters one device stores outside of the stack."""
     mesh = abstract_mesh(cfg)
-    found = 0.0
-    for path, variable in nnx.to_flat_state(nnx.state(_model(cfg, mesh), nnx.Param)):
-        if path[0] != "blocks":
-            parts = [p if isinstance(p, tuple) else (p,) for p in tuple(variable.get_metadata("spec", P()))]
-            split = prod(mesh.shape[a] for part in parts for a in part if a is not None)
-            found += prod(variable.get_value().shape) / split
-    return found
+    return sum(stored_size(leaf, spec, mesh) for name, (leaf, spec) in abstract_parameters(cfg, mesh).items()
+               if not name.startswith("blocks."))
 
 
 def codec_choices(cfg: Any, cluster: Cluster) -> tuple[codec_policy.Choice, ...]:
@@ -170,12 +163,6 @@ def block_of(cfg: Any, cluster: Cluster) -> Block:
 
 def _layer_parameters(cfg: Any, mesh: AbstractMesh) -> tuple[dict[str, tuple[int, ...]], dict[str, P]]:
     """Shapes and shardings of one layer of the scanned stack, by the names that plans use."""
-    found = stack_parameters(_model(cfg, mesh).blocks[0])
+    found = stack_parameters(abstract_model(cfg, mesh).blocks[0])
     shapes = {n: tuple(v.get_value().shape[1:]) for n, v in found.items()}
     return shapes, {n: P(*tuple(v.get_metadata("spec", P()))[1:]) for n, v in found.items()}
-
-
-def _model(cfg: Any, mesh: AbstractMesh) -> Any:
-    """The model as shapes."""
-    key: Any = jax.random.key(0)
-    return nnx.eval_shape(lambda: DecoderLM(cfg, mesh, rngs=nnx.Rngs(key)))  # type: ignore[arg-type]

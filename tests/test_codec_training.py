@@ -159,7 +159,8 @@ def test_auto_leaves_gradients_alone_that_stay_within_nodes():
 
 @pytest.mark.parametrize(("width", "codec"), ((1024, "x3p"), (640, None)))
 def test_auto_codes_rows_of_whole_blocks_only(width, codec):
-    choices = {c.tensors: c for c in codec_choices(config(LARGE.model_dump(), model={"d_model": width}), at_rate(1e-10))}
+    cfg = config(LARGE.model_dump(), model={"d_model": width})
+    choices = {c.tensors: c for c in codec_choices(cfg, at_rate(1e-10))}
     assert choices["dispatch"].codec == choices["combine"].codec == codec and choices["parameters"].codec
     assert ("whole blocks of 256" in choices["dispatch"].why) == (codec is None)
 

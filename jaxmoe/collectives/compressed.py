@@ -10,7 +10,6 @@ once (once more between the stages of a hierarchy), so they equal codec="raw" bi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -23,6 +22,7 @@ from .. import codec as coder
 from ..compat import vary_like, vary_over
 from ..types import Axes
 from . import plain
+from .plain import group_size
 
 Array = jax.Array
 CHECKS = ("collective", "deferred")
@@ -212,7 +212,7 @@ class AllReduce:
     how: How
 
     def apply(self, x: Array) -> tuple[Array, Counters]:
-        size = _size(self.axes)
+        size = group_size(self.axes)
         x_PN = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
         part_N, scattered = _reduce(x_PN, self.axes, self.how)
         y_PN, gathered = _gather(part_N, self.axes, self.how, "invarying")
@@ -250,7 +250,6 @@ def _collective(x: Array, axes: Axes, codec: str | None, operation: Callable[[Ho
     sink = vary_like(no_counters() if sink is None else sink, x)
     y, found = _differentiable(operation(How(codec, coded, check)), x, sink)
     return (y, found) if counters else y
-
 
 
 def _forward(operation: Operation, x: Array, sink: Counters):
@@ -293,7 +292,7 @@ def _gather(x: Array, axes: Axes, how: How, to: str) -> tuple[Array, Counters]:
     move = partial(gather, over=how.axes)
     y, counters = _unpacked(_sent(pack(x[None], how), move, lambda m: _any_flag(m, how)), how, move)
     y = coder.from_words(gather(coder.words(y)[None], _plain_axes(axes, how)), x.dtype)
-    return _in_order(y, axes, how), _scaled(counters, _size(how.axes) - 1)
+    return _in_order(y, axes, how), _scaled(counters, group_size(how.axes) - 1)
 
 
 def _any_flag(message: Message, how: How) -> Array:
@@ -316,7 +315,7 @@ def send(message: Message, axes: Axes) -> Message:
 def unpack(message: Message, how: How) -> tuple[Array, Counters]:
     """The parts [P, ...] that arrived; where the group agreed that its values do not fit, they are sent here, raw."""
     y, counters = _unpacked(message, how, partial(_swap, axes=how.axes))
-    return y, _scaled(counters, 1 - 1 / _size(how.axes))
+    return y, _scaled(counters, 1 - 1 / group_size(how.axes))
 
 
 def _coded_exchange(x: Array, how: How, finish: Callable = lambda y: y,
@@ -324,7 +323,7 @@ def _coded_exchange(x: Array, how: How, finish: Callable = lambda y: y,
     """`_exchange` of dim 0 over the coded axes, with `finish` of the parts."""
     message = send(pack(x, how), how.axes)
     y, counters = _unpacked(message, how, partial(_swap, axes=how.axes), finish, decode)
-    return y, _scaled(counters, 1 - 1 / _size(how.axes))
+    return y, _scaled(counters, 1 - 1 / group_size(how.axes))
 
 
 def _swap(row: Array, axes: Axes) -> Array:
@@ -369,18 +368,18 @@ def _plain_exchange(x: Array, axes: Axes, how: How) -> Array:
 
 def _by_stage(x: Array, axes: Axes, how: How) -> Array:
     """[plain, coded, ...] of [P, ...]."""
-    x = x.reshape(*(_size((a,)) for a in axes), *x.shape[1:])
+    x = x.reshape(*(group_size((a,)) for a in axes), *x.shape[1:])
     order = [axes.index(a) for a in (*_plain_axes(axes, how), *how.axes)]
     x = x.transpose(*order, *range(len(axes), x.ndim))
-    return x.reshape(_size(_plain_axes(axes, how)), _size(how.axes), *x.shape[len(axes):])
+    return x.reshape(group_size(_plain_axes(axes, how)), group_size(how.axes), *x.shape[len(axes):])
 
 
 def _in_order(x: Array, axes: Axes, how: How) -> Array:
     """[P, ...] of [plain, coded, ...]."""
     staged = (*_plain_axes(axes, how), *how.axes)
-    x = x.reshape(*(_size((a,)) for a in staged), *x.shape[2:])
+    x = x.reshape(*(group_size((a,)) for a in staged), *x.shape[2:])
     x = x.transpose(*(staged.index(a) for a in axes), *range(len(axes), x.ndim))
-    return x.reshape(_size(axes), *x.shape[len(axes):])
+    return x.reshape(group_size(axes), *x.shape[len(axes):])
 
 
 def _plain_axes(axes: Axes, how: How) -> Axes:
@@ -397,7 +396,7 @@ def _sum(x: Array) -> Array:
 
 def cut(x: Array, axes: Axes, dim: int) -> Array:
     """[P, ...]: dim cut into one part a device."""
-    size = _size(axes)
+    size = group_size(axes)
     return jnp.moveaxis(x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
@@ -407,11 +406,7 @@ def joined(x: Array, dim: int) -> Array:
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
-def _size(axes: Axes) -> int:
-    return math.prod(jax.lax.axis_size(a) for a in axes)
-
-
 def _check_split(x: Array, axes: Axes, dim: int) -> None:
-    size = _size(axes)
+    size = group_size(axes)
     if x.shape[dim] % size:
         raise ValueError(f"the {size} devices of {axes} must divide dim {dim}, got shape {x.shape}")

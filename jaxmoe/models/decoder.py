@@ -16,7 +16,6 @@ from ..layer import MoE
 from ..mesh import Roles, axes_size, roles_of
 from ..norm import rms_norm
 from ..parameters import normal, ones
-from ..plan.block import CLASSES
 from ..plan.plan import Plan
 from ..planned.attention import AttentionVerbs
 from ..planned.decoder import planned_stack
@@ -324,9 +323,8 @@ def no_aux(num_experts: int) -> Aux:
     return Aux(dict.fromkeys(("load_balance", "router_z", "importance"), zero), jnp.zeros((0, num_experts)), zero, {})
 
 
-# Of metrics over layers; others are averaged. The codec's end in the name of a tensor class.
-OVER_LAYERS = {"max_over_mean_load": jnp.max, "dead_experts": jnp.sum} | {
-    f"codec_{field}_{name}": over for name in CLASSES for field, over in CODEC_METRICS.items()}
+# Of metrics over layers; others are averaged.
+OVER_LAYERS = {"max_over_mean_load": jnp.max, "dead_experts": jnp.sum, **CODEC_METRICS}
 
 
 def of_layers(aux_L: Aux) -> Aux:

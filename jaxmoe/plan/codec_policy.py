@@ -77,7 +77,7 @@ def _choice(block: Block, cluster: Cluster, name: str, asked: str, min_bytes: in
     if asked != "auto":
         return choice(asked, off, "as configured")
     if name in OF_ROWS and block.d_model % BLOCK:
-        return choice(None, off, f"rows of {block.d_model} values are not whole blocks of {BLOCK}, so that few would fit")
+        return choice(None, off, f"rows of {block.d_model} values are not whole blocks of {BLOCK}: few would fit")
     times = off | {codec: coded_seconds(block, cluster, name, codec, degrees)
                    for codec in TRIED if codec in cluster.codecs}
     best = min(times, key=lambda codec: times[codec])

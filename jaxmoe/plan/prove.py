@@ -341,7 +341,6 @@ def _independent_products(pass_: Pass) -> set[str]:
         p not in ancestors[t.name] and t.name not in ancestors[p] for p in products)}
 
 
-
 def _departures(half: _Half, computation: Computation) -> list[str]:
     """Tasks that end before one starts which the plan has earlier on the same stream, by their main instructions.
 

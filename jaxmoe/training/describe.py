@@ -6,28 +6,15 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
-from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..mesh import abstract_mesh, roles_of
-from ..models.decoder import DecoderLM
+from ..models.abstract import abstract_parameters
 from ..routing import ROUTERS
 
 OPTIMIZER_COPIES = 2   # AdamW's two moments, stored as the parameters are
 TRAINING_OVER_FORWARD = 3   # the backward pass costs two forward passes
-
-
-def abstract_parameters(cfg: Any, mesh: AbstractMesh) -> dict[str, tuple[jax.ShapeDtypeStruct, P]]:
-    """Path -> (shape and type of the global array, sharding)."""
-    model: Any = nnx.eval_shape(lambda: DecoderLM(cfg, mesh, rngs=nnx.Rngs(0)))  # type: ignore[arg-type]
-    found = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        spec = variable.get_metadata().get("spec")
-        assert spec is not None, f"parameter {path} was not made by jaxmoe.parameters"
-        found[".".join(map(str, path))] = (variable.get_value(), spec)
-    return found
 
 
 def is_routed(name: str) -> bool:

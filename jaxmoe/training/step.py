@@ -13,7 +13,6 @@ import optax
 from flax import nnx
 
 from jaxmoe.models.decoder import DecoderLM
-from jaxmoe.plan.block import CLASSES
 from jaxmoe.plan.execute import no_counts
 from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.prove import compile_options
@@ -22,9 +21,8 @@ from jaxmoe.planning import plan
 
 Batch = dict[str, jax.Array]
 # Every metric of a microbatch is averaged by its share of valid tokens, but these.
-CODEC = {f"codec_{field}_{name}": over for name in CLASSES for field, over in CODEC_METRICS.items()}
-SUMMED = ("dropped_pairs", "nonfinite_tokens", *(n for n, over in CODEC.items() if over is jnp.sum))
-LARGEST = ("sufficient_capacity_factor", *(n for n, over in CODEC.items() if over is jnp.max))
+SUMMED = ("dropped_pairs", "nonfinite_tokens", *(n for n, over in CODEC_METRICS.items() if over is jnp.sum))
+LARGEST = ("sufficient_capacity_factor", *(n for n, over in CODEC_METRICS.items() if over is jnp.max))
 
 
 def learning_rate_schedule(cfg: Any) -> optax.Schedule:
@@ -203,7 +201,8 @@ def gradients(model: Any, batch: Batch, coefs: dict[str, float], accumulate: int
 def with_backward(metrics: dict[str, jax.Array], counted: Any) -> dict[str, jax.Array]:
     """Metrics with the counters of the backward pass added to the forward pass's."""
     new = metrics_of(counted or {})
-    return metrics | {n: CODEC[n](jnp.stack([metrics[n], value]), axis=0) for n, value in new.items() if n in metrics}
+    return metrics | {n: CODEC_METRICS[n](jnp.stack([metrics[n], value]), axis=0)
+                      for n, value in new.items() if n in metrics}
 
 
 def step_function(cfg: Any, graph: Any) -> Any:
