@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..codec import BLOCK
+from .. import codec as coder
 from .block import CLASSES, Block
 from .cluster import Cluster
 from .cost import seconds
@@ -76,8 +76,8 @@ def _choice(block: Block, cluster: Cluster, name: str, asked: str, min_bytes: in
         return choice(None, off, f"collectives send at most {largest:.0f} bytes, less than codec.min_bytes={min_bytes}")
     if asked != "auto":
         return choice(asked, off, "as configured")
-    if name in OF_ROWS and block.d_model % BLOCK:
-        return choice(None, off, f"rows of {block.d_model} values are not whole blocks of {BLOCK}: few would fit")
+    if name in OF_ROWS and block.d_model % coder.BLOCK:
+        return choice(None, off, f"rows of {block.d_model} values are not whole blocks of {coder.BLOCK}: few would fit")
     times = off | {codec: coded_seconds(block, cluster, name, codec, degrees)
                    for codec in TRIED if codec in cluster.codecs}
     best = min(times, key=lambda codec: times[codec])
