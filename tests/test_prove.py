@@ -94,7 +94,8 @@ def test_judging(hidden):
     assert report.promised == len(made.forward_spans) + len(made.backward_spans) > 4
     assert report.holds == hidden and bool(report.missing) != hidden
     assert report.order_kept and not report.unplanned
-    assert bool(report.bytes_overlapped) == hidden
+    assert bool(report.bytes_overlapped) == hidden and report.bytes_overlapped <= report.bytes_beside
+    assert bool(report.bytes_beside) == hidden and report.bytes_beside <= report.bytes_total
     assert 0 < report.bytes_overlappable <= report.bytes_total
     assert report.bytes_total == pytest.approx(sum(
         t.bytes for p in (made.graph.forward, made.graph.backward) for t in p.tasks if t.is_collective))

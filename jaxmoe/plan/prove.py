@@ -170,14 +170,16 @@ def _instructions(lines: Iterable[str]) -> Iterator[Instruction]:
 class Report:
     """What a compiled program makes of a plan. Bytes are those that one device sends in a step.
 
-    bytes_overlapped: of each collective, its bytes times the planned seconds of the compute that runs beside it over
-    its own, at most 1. bytes_overlappable: of collectives for which the task graph holds a matrix product that neither
-    waits for them nor they for it. missing: promised pairs (spans) that are not there. departures: tasks out of order.
+    bytes_beside: of collectives beside which any compute runs. bytes_overlapped: as far as it hides them, of each
+    collective its bytes times the planned seconds of that compute over its own, at most 1. bytes_overlappable: of
+    collectives for which the task graph holds a matrix product that neither waits for them nor they for it. missing:
+    promised pairs (spans) that are not there. departures: tasks out of order.
     """
 
     collectives: int = 0
     async_collectives: int = 0
     bytes_total: float = 0.0
+    bytes_beside: float = 0.0
     bytes_overlapped: float = 0.0
     bytes_overlappable: float = 0.0
     order_kept: bool = True
@@ -204,8 +206,8 @@ class Report:
         lines = [
             self.table, "",
             f"{self.async_collectives} of {self.collectives} collectives are asynchronous; "
-            f"{of(self.bytes_overlapped)} of {self.bytes_total / 2**30:.2f} GiB fly beside compute, "
-            f"{of(self.bytes_overlappable)} could",
+            f"{of(self.bytes_beside)} of {self.bytes_total / 2**30:.2f} GiB fly beside compute, which hides "
+            f"{of(self.bytes_overlapped)}; {of(self.bytes_overlappable)} could fly so",
             f"order {'kept' if self.order_kept else 'not kept: ' + '; '.join(self.departures[:5])}",
             f"peak memory {self.peak_memory_bytes / 2**30:.2f} GiB on a device; XLA options {self.options}",
         ]
@@ -303,6 +305,7 @@ def _row(report: Report, half: _Half, task: Task, flight: Flight, flights: int) 
     share = min(1.0, sum(half.seconds[t.name] for t in beside) / max(planned, 1e-30)) if flight.is_async else 0.0
     sent = task.bytes * flight.times / flights
     report.bytes_total += sent
+    report.bytes_beside += sent * (flight.is_async and bool(beside))
     report.bytes_overlapped += share * sent
     report.bytes_overlappable += sent * (task.name in half.overlappable)
     report.rows.append({"task": task.name, "kind": flight.kind, "is_async": flight.is_async, "times": flight.times,

@@ -7,10 +7,10 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -108,6 +108,14 @@ def _baselines(corpus: data_lib.Corpus, heldout_windows: list[np.ndarray], vocab
     }
 
 
+class Feed(NamedTuple):
+    """Batches of this process; how they become arrays on the mesh; and what is held out, there already."""
+
+    batches: Any
+    place: Callable[[np.ndarray], jax.Array]
+    heldout: list[jax.Array]
+
+
 @dataclass
 class Pending:
     """A dispatched step whose results are still on the devices."""
@@ -124,9 +132,7 @@ class Run:
     cfg: Any
     model: Any
     optimizer: Any
-    batches: Any
-    heldout: list[jax.Array]
-    place: Any
+    feed: Feed
     checkpoints: Checkpoints
     log: MetricsLog | None
     display: Display
@@ -141,11 +147,11 @@ class Run:
     def advance(self) -> None:
         """Dispatch one step, then read the results of the one before it."""
         options = self.cfg.train
-        metrics = self.train_step(self.place(next(self.batches)["tokens"]))
+        metrics = self.train_step(self.feed.place(next(self.feed.batches)["tokens"]))
         self.step += 1
-        self.data_state = self.batches.get_state()
+        self.data_state = self.feed.batches.get_state()
         is_eval = _is_due(self.step, options.eval_every, options.steps)
-        losses = [eval_step(self.model, batch)["loss"] for batch in self.heldout] if is_eval else []
+        losses = [eval_step(self.model, batch)["loss"] for batch in self.feed.heldout] if is_eval else []
         late, self.pending = self.pending, Pending(self.step, metrics, losses)
         if late is not None:
             self._read(late)
@@ -182,42 +188,47 @@ class Run:
         self.display.show(row)
 
 
-def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, windows: list[np.ndarray]) -> Run:
-    """State, data and logs; from the last checkpoint with `resume`."""
-    options, run_dir = cfg.train, _check_run_dir(cfg, resume)
-    mesh = make_mesh(cfg)
-    sharding = _token_sharding(cfg, mesh)
+def _feed(cfg: Any, mesh: Mesh, corpus: data_lib.Corpus, windows: list[np.ndarray]) -> Feed:
+    options, sharding = cfg.train, _token_sharding(cfg, mesh)
 
     def placer(batch: int):
         rows = data_lib.rows_of_process(sharding, batch)
         return rows, lambda local: data_lib.on_devices(local, rows, batch, sharding)
 
     rows, place = placer(options.batch)
-    batches: Any = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed, rows)
+    batches = data_lib.train_iterator(corpus.train, cfg.model.seq, options.batch, options.seed, rows)
     eval_rows, place_eval = placer(options.batch // options.accumulate)
-    heldout = [place_eval(window[eval_rows]) for window in windows]
+    return Feed(batches, place, [place_eval(window[eval_rows]) for window in windows])
+
+
+def _set_up(cfg: Any, resume: bool, quiet: bool, corpus: data_lib.Corpus, windows: list[np.ndarray]) -> Run:
+    """State, data and logs; from the last checkpoint with `resume`."""
+    options, run_dir, is_first = cfg.train, _check_run_dir(cfg, resume), jax.process_index() == 0
+    mesh = make_mesh(cfg)
+    feed = _feed(cfg, mesh, corpus, windows)
     made, how = measured_plan(cfg, mesh, run_dir, resume)
     model, optimizer = init_state(cfg, mesh, made)
-    is_first = jax.process_index() == 0
     if is_first:
         write_config(run_dir, cfg)
     checkpoints = Checkpoints(run_dir)
-    step, data_state = 0, batches.get_state()
+    step, data_state = 0, feed.batches.get_state()
     if resume:
         step, data_state = checkpoints.restore(model, optimizer)
-        batches.set_state(data_state)
-    previous = [row for row in read_metrics(run_dir) if row.get("eval_loss") is not None and row["step"] <= step]
-    log = MetricsLog(run_dir, step) if is_first else None
+        feed.batches.set_state(data_state)
     display = Display(options.steps, step, quiet or not is_first)
-    if how:
-        display.say(how)
-    if resume:
-        display.say(f"resumed at step {step} of {options.steps}")
-    last = {"loss": previous[-1]["loss"] if previous else math.nan}
-    return Run(cfg, model, optimizer, batches, heldout, place, checkpoints, log, display,
-               Throughput(options.batch * cfg.model.seq), step, data_state,
-               compiled_step(cfg, model, optimizer), last=last,
-               eval_loss=previous[-1]["eval_loss"] if previous else None)
+    for line in (how, f"resumed at step {step} of {options.steps}" if resume else ""):
+        if line:
+            display.say(line)
+    loss, eval_loss = _last_losses(run_dir, step)
+    return Run(cfg, model, optimizer, feed, checkpoints, MetricsLog(run_dir, step) if is_first else None, display,
+               Throughput(options.batch * cfg.model.seq), step, data_state, compiled_step(cfg, model, optimizer),
+               last={"loss": loss}, eval_loss=eval_loss)
+
+
+def _last_losses(run_dir: Path, step: int) -> tuple[float, float | None]:
+    """Of training and of what is held out, when that was last scored, up to this step."""
+    scored = [row for row in read_metrics(run_dir) if row.get("eval_loss") is not None and row["step"] <= step]
+    return (scored[-1]["loss"], scored[-1]["eval_loss"]) if scored else (math.nan, None)
 
 
 def measured_plan(cfg: Any, mesh: Mesh, run_dir: Path, resume: bool) -> tuple[Plan | None, str]:
