@@ -145,23 +145,36 @@ def reductions(block: Block, slices: int) -> Pass:
 
 def _reduction(block: Block, at: str, pieces: list[Piece], axes: tuple[str, ...], kind: str, layer: int,
                s: int) -> Task:
-    """Pieces of gathered parameters are scattered over the axes that gather them, then all are summed over the rest."""
+    """Pieces of gathered parameters are scattered over the axes that gather them, then all are summed over the rest;
+    coded, first over the axes within nodes, as they are."""
     values = _values_by_axes(block, pieces)
     codec = block.codec_of("gradients", sum(_values(p) for p in pieces) / block.size(axes), "float32")
     parts, encoded, decoded = [], 0.0, 0.0
     for (verb, over), count in values.items():
-        n, phases = block.size(over), 1 if verb == "reduce_scatter" else 2
-        sent = count * 4 / n if codec is None else wire_bytes((ceil(count / n),), "float32", codec)
-        parts.append(Part(verb, block.streams(over), phases * (n - 1) * sent))
+        phases = 1 if verb == "reduce_scatter" else 2
+        if codec is None:
+            parts.append(_part(block, verb, over, phases * count * 4))
+            continue
+        plain, coded = block.stages(over)
+        n = block.size(coded)
+        if plain:
+            parts.append(_part(block, verb, plain, phases * count * 4))
+            count /= block.size(plain)
+        wire = n * wire_bytes((ceil(count / n),), "float32", codec)
+        parts.append(_part(block, verb, coded, phases * wire))
         encoded, decoded = encoded + count * 4 * (1 if phases == 1 else 1 + 1 / n), decoded + count * 4 * phases
     writes = [f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in pieces]
-    if codec is None:
-        encoded = decoded = 0.0
-    else:
+    if codec is not None:
         kind, writes = f"{kind}:{codec}", [*writes, f"counted.gradients{at}"]
     reads = tuple(dict.fromkeys(f"pending:{p.param.name}@{layer}" for p in pieces))
     return Task(f"grad_reduce{at}", "grad_reduce", block.streams(axes), reads, tuple(writes), kind, 0.0,
                 sum(p.bytes for p in parts), encoded, decoded, layer, s, parts=tuple(parts))
+
+
+def _part(block: Block, verb: str, axes: tuple[str, ...], size: float) -> Part:
+    """size: bytes of what the group's devices have for each other and for themselves."""
+    n = block.size(axes)
+    return Part(verb, block.streams(axes), size * (n - 1) / n)
 
 
 def _values(piece: Piece) -> float:

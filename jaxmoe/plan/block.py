@@ -158,6 +158,13 @@ class Block:
         used = {dict(self.links).get(a, "inter") for a in axes if dict(self.axes)[a] > 1}
         return tuple(s for s in STREAMS[1:] if s in used) or ("inter",)
 
+    def stages(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Axes over which a coded gather or reduction sends values as they are, and those over which it codes them:
+        those between nodes, or all if there are none."""
+        used = tuple(a for a in axes if self.size((a,)) > 1)
+        between = tuple(a for a in used if self.streams((a,)) == ("inter",))
+        return (tuple(a for a in used if a not in between), between) if between else ((), used)
+
     @property
     def exchanges(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Axes of the All-to-Alls, and of what gathers rows and sums outputs."""

@@ -8,7 +8,7 @@ from math import ceil
 
 from ..codec import wire_bytes
 from .block import CODED_GROUPS, Block
-from .tasks import Pass, Task
+from .tasks import Part, Pass, Task
 
 
 def cover(part: int, parts: int, others: int) -> range:
@@ -64,10 +64,19 @@ class _Builder:
             if codec is None or n == 1:
                 self.add("param_gather", (group,), reads, names, axes, "all_gather" if n > 1 else "memory", count=sent)
                 continue
-            raw = part * self.b.bytes_per_value
-            wire = (n - 1) * wire_bytes((ceil(part),), "bfloat16", codec)
+            parts, raw = self._coded_gather(stored, part, codec), part * self.b.bytes_per_value
             self.add("param_gather", (group,), reads, [*names, f"counted.parameters.{group}"], axes,
-                     f"all_gather:{codec}", count=wire / self.b.bytes_per_value, encoded=raw, decoded=raw * n)
+                     f"all_gather:{codec}", count=sum(p.bytes for p in parts) / self.b.bytes_per_value, encoded=raw,
+                     decoded=raw * self.b.size(self.b.stages(stored)[1]), parts=parts if len(parts) > 1 else ())
+
+    def _coded_gather(self, axes: tuple[str, ...], part: float, codec: str) -> tuple[Part, ...]:
+        """Of so many values of each device: coded between nodes, and what came of it, as it is, within."""
+        b = self.b
+        plain, coded = b.stages(axes)
+        n = b.size(coded)
+        between = Part("all_gather", b.streams(coded), (n - 1) * wire_bytes((ceil(part),), "bfloat16", codec))
+        within = (b.size(plain) - 1) * n * part * b.bytes_per_value
+        return (between, Part("all_gather", b.streams(plain), within)) if plain else (between,)
 
     def _names(self, *groups: str) -> list[str]:
         return [p.name for p in self.b.params if p.group in groups]

@@ -29,13 +29,13 @@ def parameter_verbs(block: Block) -> dict[str, Verb]:
         if codec is None:
             found = [gathered(w, p, block) for p, w in zip(params, reads, strict=True)]
         else:
-            found, counters = whole(list(zip(params, reads, strict=True)), codec)
+            found, counters = whole(list(zip(params, reads, strict=True)), codec, block)
         return vary_over((*found, *_counted(task, counters)), everywhere)
 
     def reduce(task: Task, reads, consts):
         pending = dict(zip(task.reads, reads, strict=True))
         names = [v for v in task.writes if v.startswith("g:")]
-        done, counters = reduced({v: _piece(v, pending, by_name) for v in names}, codec_of(task))
+        done, counters = reduced({v: _piece(v, pending, by_name) for v in names}, codec_of(task), block)
         return (*(done[v] for v in names), *vary_over(_counted(task, counters), everywhere))
 
     coded = dict(block.codec)
@@ -62,19 +62,19 @@ def gathered(w: jax.Array, param: Param, block: Block) -> jax.Array:
     return all_gather(sent, param.gather, param.gather_dim).astype(w.dtype)
 
 
-def whole(params: list[tuple[Param, jax.Array]], codec: str) -> tuple[list[jax.Array], list[Counters]]:
+def whole(params: list[tuple[Param, jax.Array]], codec: str, block: Block) -> tuple[list[jax.Array], list[Counters]]:
     """As `gathered`, in one message a set of axes."""
     found, counters = [w for _, w in params], []
     for axes, places in grouped({i: p.gather for i, (p, _) in enumerate(params)}).items():
         part_N, back = ravel_pytree([found[i].astype(jnp.bfloat16) for i in places])
-        part_PN, counts = all_gather(part_N[None], axes, 0, codec, counters=True)
+        part_PN, counts = all_gather(part_N[None], axes, 0, codec, codec_axes=block.stages(axes)[1], counters=True)
         for i, y in zip(places, jax.vmap(back)(part_PN), strict=True):
             found[i] = joined(y, params[i][0].gather_dim).astype(found[i].dtype)
         counters.append(counts)
     return found, counters
 
 
-def reduced(pieces: Pieces, codec: str | None) -> tuple[dict[str, jax.Array], list[Counters]]:
+def reduced(pieces: Pieces, codec: str | None, block: Block) -> tuple[dict[str, jax.Array], list[Counters]]:
     """Each piece's sum over the devices that hold its parameter, in one message a set of axes: of several, XLA leaves
     in line what exceeds its limit of collectives in flight."""
     found, counters = {name: g for name, (_, g) in pieces.items()}, []
@@ -82,12 +82,12 @@ def reduced(pieces: Pieces, codec: str | None) -> tuple[dict[str, jax.Array], li
         parts = {n: cut(found[n], axes, pieces[n][0].gather_dim) for n in names}
         back = ravel_pytree(jax.tree.map(lambda a: a[0], parts))[1]
         g_PN = jax.vmap(lambda tree: ravel_pytree(tree)[0])(parts)
-        g_PN, counts = reduce_scatter(g_PN, axes, 0, codec, counters=True)
+        g_PN, counts = reduce_scatter(g_PN, axes, 0, codec, codec_axes=block.stages(axes)[1], counters=True)
         found |= back(g_PN[0])
         counters.append(counts)
     for axes, names in grouped({n: p.reduce for n, (p, _) in pieces.items()}).items():
         vector, back = ravel_pytree({n: found[n] for n in names})
-        vector, counts = all_reduce(vector, axes, codec, counters=True)
+        vector, counts = all_reduce(vector, axes, codec, codec_axes=block.stages(axes)[1], counters=True)
         found |= back(vector)
         counters.append(counts)
     return found, counters
