@@ -14,7 +14,7 @@ from jaxmoe.config import load_config
 from jaxmoe.plan.cluster import load_cluster
 from jaxmoe.plan.prove import Computation, Flight, Instruction, judge, read
 from jaxmoe.plan.schedules import SCHEDULES
-from jaxmoe.plan.tasks import Degrees
+from jaxmoe.plan.tasks import Degrees, scope
 from jaxmoe.planned import layer_plan, moe_block
 from jaxmoe.planning import plan
 from jaxmoe.proof import prove, prove_layer
@@ -55,12 +55,11 @@ def test_reading_a_compiled_program():
     ]
     assert [(f.kind, f.is_async, f.times) for f in entry.flights] == [("all-reduce", False, 1)]
     assert [i.is_product for i in body.order] == [False, True, False, False]
+    assert [f.size for f in (*body.flights, *entry.flights)] == [64, 96, 32]
 
 
 def fake(plan, hidden):
     """A program that does what the plan says, and has a product beside a collective only if `hidden`."""
-    from jaxmoe.plan.execute import scope
-
     def instruction(task):
         op = "fusion" if not task.is_collective else task.kind.replace("_", "-") + "-start"
         return Instruction(f"{'gemm' if task.kind == 'matmul' else op}.{task.name}", op, scope(task), "", False, "")
@@ -101,6 +100,29 @@ def test_judging(hidden):
         t.bytes for p in (made.graph.forward, made.graph.backward) for t in p.tasks if t.is_collective))
     json.dumps(report.to_dict())
     assert ("missing: " in report.text) != hidden
+
+
+def test_a_promise_needs_most_bytes_of_its_task():
+    """A flag that flies beside a product does not stand for the payload that does not; nor one piece for another."""
+    made, cluster = small_plan(), load_cluster("8x8-h100")
+    (piece,) = fake(made, True)
+    name = made.forward_spans[0].task
+    first = next(f for f in piece.flights if f.task == scope(made.graph.forward.by_name[name]))
+    stays = replace(first, is_async=False, beside=(), size=1000)
+    for others in ((replace(first, size=4), stays), (replace(first, size=1000), stays)):
+        flights = (*(f for f in piece.flights if f is not first), *others)
+        report = judge(made, (replace(piece, flights=flights),), cluster)
+        assert [m["task"] for m in report.missing] == [name]
+        assert report.bytes_total == pytest.approx(judge(made, (piece,), cluster).bytes_total)
+        row, slow = (r for r in report.rows if r["task"] == name)
+        assert row["bytes"] / slow["bytes"] == pytest.approx(others[0].size / 1000)
+
+
+def test_a_program_without_collectives_keeps_no_promise():
+    made = small_plan()
+    report = judge(made, (Computation((), ()),), load_cluster("8x8-h100"))
+    assert report.promised == len(report.missing) > 4 and report.text.endswith(f"0 of {report.promised} promised "
+                                                                               "overlaps are there")
 
 
 def test_a_program_out_of_order_is_seen():

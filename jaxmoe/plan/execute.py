@@ -25,7 +25,7 @@ from ..compat import vary_like, vary_over
 from .block import Block, pieces
 from .plan import Plan
 from .streams import Call, Env, in_turns, issue
-from .tasks import INTEGERS, Pass, Span, Task, family
+from .tasks import INTEGERS, Pass, Span, Task, family, scope
 
 Counts = dict[str, Counters]   # by tensor class
 
@@ -45,7 +45,6 @@ class Verb(NamedTuple):
 
 
 Verbs = Mapping[str, Verb]
-TAIL = "tail_grad_reduce"   # scope of the last segment's reductions, beside which nothing is left to run
 Watch = Callable[[Task, Callable[[tuple, Any], tuple], tuple, Any], None]
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
@@ -220,10 +219,14 @@ class _Program:
     def reduce(self, pending: Env, consts) -> tuple[Env, Counts]:
         """The gradients of the last segment, beside which nothing is left to run, and counters."""
         env = {f"pending:{name}@{i}": a[i] for name, a in pending.items() for i in range(self.block.segment)}
-        with jax.named_scope(TAIL):
-            call = self._calls(lambda task, reads: self._call(task, reads, consts), pending)
-            for task in self.graph.tail.tasks:
-                env |= dict(zip(task.writes, call(task, tuple(env[v] for v in task.reads)), strict=True))
+
+        def call(task: Task, reads: tuple) -> tuple:
+            with jax.named_scope(scope(task, tail=True)):
+                return self._call(task, reads, consts)
+
+        call = self._calls(call, pending)
+        for task in self.graph.tail.tasks:
+            env |= dict(zip(task.writes, call(task, tuple(env[v] for v in task.reads)), strict=True))
         return self._whole(env), self._counted(env)
 
     def _counted(self, env: Env) -> Counts:
@@ -337,11 +340,6 @@ class _Program:
 
     def _of(self, task: Task) -> Task:
         return self.graph.again.by_name[task.of]
-
-
-def scope(task: Task) -> str:
-    """The name under which a task is found in a compiled program: "/" and "@" would be cut or rewritten there."""
-    return "task_" + task.name.replace("@", "_L").replace(":", "__")
 
 
 def _stem(value: str) -> str:

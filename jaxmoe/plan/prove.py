@@ -8,6 +8,7 @@ one (`pip install 'jaxmoe[prove]'`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ from .cluster import Cluster, gpu_description
 from .cost import durations
 from .orders import topological
 from .plan import Plan
-from .tasks import STREAMS, Pass, Span, Task
+from .tasks import STREAMS, Pass, Span, Task, scope
 
 COLLECTIVE = re.compile(r"^(all-to-all|all-gather|reduce-scatter|all-reduce|collective-permute|ragged-all-to-all)")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
-SCOPE = re.compile(r"task_[\w.]+")
+SCOPE = re.compile(r"(?:tail_)?task_[\w.]+")
+SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|c64|c128)\[([\d,]*)\]")
 PRODUCT_NAME = re.compile(r"gemm|cublas|matmul|cudnn")
 PRODUCT_CALL = re.compile(r'(?:"kind"|custom_call_target)[:=]"__?\w*(?:gemm|cublas|cudnn|triton_kernel|mosaic)')
 COMBINE_BYTES = 1
@@ -63,7 +65,8 @@ def target_devices(cluster: Cluster) -> list[Any]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One scheduled instruction. scope: as `execute.scope` names the task that it came from, or ""."""
+    """One scheduled instruction. scope: as `tasks.scope` names the task that it came from, or "". size: bytes of its
+    result, and of operands that are part of a start's."""
 
     name: str
     op: str
@@ -71,6 +74,7 @@ class Instruction:
     operands: str
     is_sync: bool
     text: str
+    size: int = 0
 
     @property
     def is_product(self) -> bool:
@@ -81,13 +85,15 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Flight:
-    """A collective in a compiled program. beside: what ran between its start and its done, in order."""
+    """A collective in a compiled program. beside: what ran between its start and its done, in order. size: bytes, to be
+    compared with those of others of its task."""
 
     task: str
     kind: str
     is_async: bool
     beside: tuple[Instruction, ...]
     times: int
+    size: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,10 +145,10 @@ def _walk(name: str, times: int, computations: dict[str, list[str]], found: list
             started = re.search(r"%([\w.\-]+)", i.operands)
             if started and started.group(1) in flying:
                 start, beside = flying.pop(started.group(1))
-                flights.append(Flight(start.scope, _kind(start), not start.is_sync, tuple(beside), times))
+                flights.append(Flight(start.scope, _kind(start), not start.is_sync, tuple(beside), times, start.size))
         elif kind:
             order.append(i)
-            flights.append(Flight(i.scope, kind, False, (), times))
+            flights.append(Flight(i.scope, kind, False, (), times, i.size))
         elif i.op not in NOT_WORK:
             order.append(i)
             for _, beside in flying.values():
@@ -161,9 +167,20 @@ def _instructions(lines: Iterable[str]) -> Iterator[Instruction]:
         m = INSTRUCTION.match(line)
         if m is None:
             continue
-        name, _, op, rest = m.groups()
+        name, shapes, op, rest = m.groups()
         scopes = SCOPE.findall(rest)
-        yield Instruction(name, op, scopes[-1] if scopes else "", rest.split(")")[0], '"is_sync":true' in rest, rest)
+        yield Instruction(name, op, scopes[-1] if scopes else "", rest.split(")")[0], '"is_sync":true' in rest, rest,
+                          _bytes(shapes))
+
+
+def _bytes(shapes: str) -> int:
+    """Of all arrays of a type's text."""
+    return sum(_width(dtype) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in SHAPE.findall(shapes))
+
+
+def _width(dtype: str) -> int:
+    bits = 8 if dtype == "pred" or dtype.startswith("f8") else int(re.sub(r"\D", "", dtype))
+    return max(bits // 8, 1)
 
 
 @dataclass
@@ -232,31 +249,34 @@ class Report:
 def judge(plan: Plan, program: tuple[Computation, ...], cluster: Cluster, peak_memory_bytes: int = 0) -> Report:
     """The plan against the program."""
     report = Report(peak_memory_bytes=peak_memory_bytes, options=compile_options(plan))
-    graph = plan.graph
-    halves = [_Half(plan, pass_, order, spans, durations(pass_, cluster))
-              for pass_, order, spans in ((graph.forward, plan.forward, plan.forward_spans),
-                                          (graph.backward, plan.backward, plan.backward_spans))]
-    for computation in program:
-        for half in halves:
-            _judge_half(report, half, computation)
-        for f in computation.flights:
-            report.collectives += f.times
-            report.async_collectives += f.times * f.is_async
-            if not any(f.task in half.by_scope for half in halves):
-                report.unplanned[f.kind] = report.unplanned.get(f.kind, 0) + f.times
-    seen = {r["task"] for r in report.rows}
-    report.missing += [_missing(half, s, None) for half in halves for s in half.spans if s.task not in seen]
+    graph, segments = plan.graph, plan.block.layers // plan.block.segment
+    tail = tuple(t.name for t in graph.tail.tasks)
+    parts = [_Part(pass_, order, spans, durations(pass_, cluster), times, is_tail)
+             for pass_, order, spans, times, is_tail in (
+                 (graph.forward, plan.forward, plan.forward_spans, segments, False),
+                 (graph.backward, plan.backward, plan.backward_spans, segments, False),
+                 (graph.tail, tail, (), 1, True))]
+    for part in parts:
+        _judge_part(report, part, program)
+    for flight in (f for computation in program for f in computation.flights):
+        report.collectives += flight.times
+        report.async_collectives += flight.times * flight.is_async
+        if not any(flight.task in part.by_scope for part in parts):
+            report.unplanned[flight.kind] = report.unplanned.get(flight.kind, 0) + flight.times
     report.order_kept = not report.departures
     return report
 
 
 @dataclass(frozen=True)
-class _Half:
-    plan: Plan
+class _Part:
+    """A pass of the plan, or the reductions behind the last one. segments: how often a step runs it."""
+
     pass_: Pass
     order: tuple[str, ...]
     spans: tuple[Span, ...]
     seconds: Mapping[str, float]
+    segments: int
+    is_tail: bool
 
     @cached_property
     def overlappable(self) -> set[str]:
@@ -264,7 +284,11 @@ class _Half:
 
     @cached_property
     def by_scope(self) -> dict[str, Task]:
-        return _scopes(self.pass_)
+        return {scope(t, self.is_tail): t for t in self.pass_.tasks}
+
+    def times(self, task: Task) -> int:
+        """How often a step runs the task: reductions are of the segment above."""
+        return self.segments - (task.verb == "grad_reduce" and self.segments > 1)
 
     def partners(self, span: Span) -> list[Task]:
         place = {n: i for i, n in enumerate(self.order)}
@@ -272,63 +296,66 @@ class _Half:
         return [t for t in (self.pass_.by_name[n] for n in inside) if not t.is_collective]
 
 
-def _scopes(pass_: Pass) -> dict[str, Task]:
-    from .execute import scope
-
-    return {scope(t): t for t in pass_.tasks}
-
-
-def _judge_half(report: Report, half: _Half, computation: Computation) -> None:
-    """Rows, promises and order of the pass's tasks in one piece of the program."""
-    spans = {s.task: s for s in half.spans}
+def _judge_part(report: Report, part: _Part, program: tuple[Computation, ...]) -> None:
+    """Rows, promises and order of a part of the plan."""
     found: dict[str, list[Flight]] = {}
-    for flight in computation.flights:
-        if flight.task in half.by_scope:
-            found.setdefault(half.by_scope[flight.task].name, []).append(flight)
+    for flight in (f for computation in program for f in computation.flights):
+        task = part.by_scope.get(flight.task)
+        if task is not None and task.is_collective:
+            found.setdefault(task.name, []).append(flight)
     for name, flights in found.items():
-        task = half.pass_.by_name[name]
-        if not task.is_collective:
-            continue
+        task, size = part.pass_.by_name[name], sum(f.size * f.times for f in flights)
         for flight in flights:
-            _row(report, half, task, flight, len(flights))
-        if name in spans:
-            report.promised += 1
-            best = max(flights, key=lambda f: (f.is_async, len(_compute_beside(half, f))))
-            if not best.is_async or not _wanted(half, spans[name]) & {t.name for t in _compute_beside(half, best)}:
-                report.missing.append(_missing(half, spans[name], best))
-    report.departures += _departures(half, computation)
+            # Of what the task does in a step, and of what it does at once
+            share = flight.size * flight.times / max(size, 1)
+            _row(report, part, task, flight, share * part.times(task), share * part.times(task) / flight.times)
+    report.promised += len(part.spans)
+    report.missing += [_missing(part, span, found.get(span.task, [])) for span in part.spans
+                       if not _is_kept(part, span, found.get(span.task, []))]
+    for computation in program:
+        report.departures += _departures(part, computation)
 
 
-def _row(report: Report, half: _Half, task: Task, flight: Flight, flights: int) -> None:
-    beside = _compute_beside(half, flight)
-    planned = half.seconds[task.name] / flights
-    share = min(1.0, sum(half.seconds[t.name] for t in beside) / max(planned, 1e-30)) if flight.is_async else 0.0
-    sent = task.bytes * flight.times / flights
+def _is_kept(part: _Part, span: Span, flights: list[Flight]) -> bool:
+    """Whether most bytes of the task fly beside what the span promises. Most: a task may be several collectives, such
+    as a payload and a flag, or run in several pieces of the program, each of which is to keep the promise."""
+    wanted = _wanted(part, span)
+    kept = sum(f.size * f.times for f in flights
+               if f.is_async and wanted & {t.name for t in _compute_beside(part, f)})
+    return kept > sum(f.size * f.times for f in flights) / 2
+
+
+def _row(report: Report, part: _Part, task: Task, flight: Flight, in_step: float, at_once: float) -> None:
+    """in_step, at_once: the flight's share of the task, as often as a step runs that, and in one run of it."""
+    beside = _compute_beside(part, flight)
+    planned = part.seconds[task.name] * at_once
+    share = min(1.0, sum(part.seconds[t.name] for t in beside) / max(planned, 1e-30)) if flight.is_async else 0.0
+    sent = task.bytes * in_step
     report.bytes_total += sent
     report.bytes_beside += sent * (flight.is_async and bool(beside))
     report.bytes_overlapped += share * sent
-    report.bytes_overlappable += sent * (task.name in half.overlappable)
+    report.bytes_overlappable += sent * (task.name in part.overlappable)
     report.rows.append({"task": task.name, "kind": flight.kind, "is_async": flight.is_async, "times": flight.times,
                         "bytes": sent, "overlapped": share, "beside": [t.name for t in beside]})
 
 
-def _wanted(half: _Half, span: Span) -> set[str]:
+def _wanted(part: _Part, span: Span) -> set[str]:
     """Tasks of which one must be beside: those with a matrix product, if the span has any."""
-    partners = half.partners(span)
+    partners = part.partners(span)
     return {t.name for t in partners if t.kind == "matmul"} or {t.name for t in partners}
 
 
-def _missing(half: _Half, span: Span, flight: Flight | None) -> dict[str, Any]:
-    beside = [] if flight is None else [t.name for t in _compute_beside(half, flight)]
-    return {"task": span.task, "promised": sorted(_wanted(half, span)), "found": beside,
-            "is_async": flight is not None and flight.is_async}
+def _missing(part: _Part, span: Span, flights: list[Flight]) -> dict[str, Any]:
+    beside = dict.fromkeys(t.name for f in flights for t in _compute_beside(part, f))
+    return {"task": span.task, "promised": sorted(_wanted(part, span)), "found": list(beside),
+            "is_async": any(f.is_async for f in flights)}
 
 
-def _compute_beside(half: _Half, flight: Flight) -> list[Task]:
+def _compute_beside(part: _Part, flight: Flight) -> list[Task]:
     """Compute tasks of which the main work lies between start and done: a product of those that have one."""
     found: dict[str, Task] = {}
     for i in flight.beside:
-        task = half.by_scope.get(i.scope)
+        task = part.by_scope.get(i.scope)
         if task is not None and not task.is_collective and (i.is_product or task.kind != "matmul"):
             found.setdefault(task.name, task)
     return list(found.values())
@@ -344,7 +371,7 @@ def _independent_products(pass_: Pass) -> set[str]:
         p not in ancestors[t.name] and t.name not in ancestors[p] for p in products)}
 
 
-def _departures(half: _Half, computation: Computation) -> list[str]:
+def _departures(part: _Part, computation: Computation) -> list[str]:
     """Tasks that end before one starts which the plan has earlier on the same stream, by their main instructions.
 
     Parts of a task that nothing holds back, such as products that it repeats of the forward pass, may come early.
@@ -352,13 +379,13 @@ def _departures(half: _Half, computation: Computation) -> list[str]:
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for at, i in enumerate(computation.order):
-        task = half.by_scope.get(i.scope)
+        task = part.by_scope.get(i.scope)
         if task is not None and (_kind(i) if task.is_collective else i.is_product):
             first.setdefault(task.name, at)
             last[task.name] = at
     found = []
     for stream in STREAMS:
-        tasks = [n for n in half.order if stream in half.pass_.by_name[n].streams and n in first]
+        tasks = [n for n in part.order if stream in part.pass_.by_name[n].streams and n in first]
         latest, before = -1, ""
         for name in tasks:
             if last[name] < latest:

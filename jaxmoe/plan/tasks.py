@@ -67,6 +67,14 @@ class Task:
         return found
 
 
+def scope(task: Task, tail: bool = False) -> str:
+    """The name under which a task is found in a compiled program: "/" and "@" would be cut or rewritten there.
+
+    tail: it is one of the reductions behind the last segment, which are those of other segments otherwise.
+    """
+    return ("tail_" if tail else "") + "task_" + task.name.replace("@", "_L").replace(":", "__")
+
+
 def codec_of(task: Task) -> str | None:
     """Format that the task codes or decodes, as its kind says."""
     return task.kind.partition(":")[2] or None
