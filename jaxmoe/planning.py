@@ -16,7 +16,7 @@ from .mesh import abstract_mesh
 from .models.abstract import abstract_model, abstract_parameters, stored_size
 from .models.decoder import spec_of
 from .plan import codec_policy
-from .plan.block import SAVED, Block
+from .plan.block import CLASSES, SAVED, Block
 from .plan.cluster import Cluster, as_cluster
 from .plan.memory import Memory
 from .plan.passes import sm_aware
@@ -47,8 +47,8 @@ def plan(cfg: Any, cluster: Cluster | str | Path | None = None) -> Plan:
     cluster = as_cluster(cfg.schedule.cluster if cluster is None else cluster)
     kind = cfg.schedule.kind
     if cfg.schedule.plan is not None:
-        free = ("codec",) if "auto" in cfg.codec.asked.values() else ()
-        return _read(cfg.schedule.plan, coded(cfg, cluster), free)
+        auto = {name for name, how in cfg.codec.asked.items() if how == "auto"}
+        return _finished(_read(cfg.schedule.plan, coded(cfg, cluster), auto), cluster, cfg)
     if kind not in PLANNERS:
         raise ValueError(f"schedule.kind must be one of {', '.join(PLANNERS)} to make a plan, got {kind!r}")
     if kind == "auto":
@@ -139,17 +139,20 @@ def _finished(made: Plan, cluster: Cluster, cfg: Any) -> Plan:
     return made if cfg.schedule.barriers else replace(made, barriers=False)
 
 
-def _read(path: str, block: Block, free: tuple[str, ...]) -> Plan:
-    """free: names of what may be otherwise than in the config's block."""
+def _read(path: str, block: Block, auto: set[str]) -> Plan:
+    """auto: classes of tensors that may be coded otherwise than in the config's block."""
     try:
         found = Plan.from_json(Path(path).read_text())
     except OSError as e:
         raise ValueError(f"schedule.plan {path!r} cannot be read: {e.strerror}") from e
-    free = ("links", "chunk", "segment", "fused", "split", "hierarchical", *free)
-    for name in (n for n in Block.__dataclass_fields__ if n not in free):
-        if getattr(found.block, name) != getattr(block, name):
-            raise ValueError(f"schedule.plan {path!r} was made for {name} {getattr(found.block, name)!r}, but this run "
-                             f"has {getattr(block, name)!r}; make it again with `jaxmoe plan CONFIG --out {path}`")
+    free = ("links", "chunk", "segment", "fused", "split", "hierarchical", "codec")
+    both = [(n, getattr(found.block, n), getattr(block, n)) for n in Block.__dataclass_fields__ if n not in free]
+    formats = dict(found.block.codec), dict(block.codec)
+    both += [(f"codec.{n}", *(f.get(n, "off") for f in formats)) for n in CLASSES if n not in auto]
+    for name, there, here in both:
+        if there != here:
+            raise ValueError(f"schedule.plan {path!r} was made for {name} {there!r}, but this run has {here!r}; "
+                             f"make it again with `jaxmoe plan CONFIG --out {path}`")
     return found
 
 

@@ -100,7 +100,7 @@ def test_seconds_of_tasks():
     assert seconds(task("all_to_all", ("inter",), bytes=8), cluster) == 5
     assert seconds(task("encode:x4s", bytes=8), cluster) == 1.5
     assert seconds(task("decode:x4s", bytes=8), cluster) == 1
-    flat = task("all_to_all", ("intra", "inter"), bytes=12)   # a third stays inside the node
+    flat = task("all_to_all", ("intra", "inter"), bytes=12, between=2 / 3)
     assert seconds(flat, cluster) == 2 + max(0.1 * 4, 0.5 * 8)
     assert durations(Pass((flat,)), cluster) == {"t": 6}
 
@@ -115,14 +115,6 @@ def test_what_the_file_lacks_is_named():
         seconds(task("dance"), cluster)
     with pytest.raises(ValueError, match="must occupy intra or inter"):
         seconds(task("all_to_all"), cluster)
-
-
-def test_streams_of_axes():
-    cluster = Cluster.from_toml(MINIMAL)
-    assert cluster.streams(()) == ("compute",)
-    assert cluster.streams(("node", "gpu")) == ("intra", "inter")
-    with pytest.raises(ConfigError, match="must name mesh axis 'pod'"):
-        cluster.streams(("pod",))
 
 
 def test_slowdown_from_sms():

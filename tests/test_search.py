@@ -170,6 +170,24 @@ def test_live_values_end_with_their_last_reader():
     assert live(Pass(tuple(tasks)), "abcd", size) == 8.0       # w alone
     assert live(Pass(tuple(tasks)), "abdc", size) == 2.0 + 8.0   # y, and w
     assert live(Pass(tuple(tasks[:3])), "abc", size) == 6.0    # y and z
+    assert live(Pass(tuple(tasks)), "dabc", size) == 8.0
+    assert live(Pass(tuple(tasks)), "dabc", size, {"w"}) == 8.0 + 6.0   # w is a result
+
+
+def test_gradients_stay_until_the_segment_ends_and_are_then_pending():
+    """Whole, in float32, as reductions come a segment later: those of one segment and of the one above at once."""
+    axes = {"axes": (("data", 2),), "links": (("data", "inter"),), "roles": (("data", ("data",)),)}
+    large = Param("w_up_EFD", "experts", (4, 4096, 16), reduce=("data",))
+    given = Block(2, 8, 16, 32, 4, 1, 4, gated=False, layers=4, **axes, params=(
+        large, Param("w_down_EFD", "experts", (4, 32, 16))))
+    working = {}
+    for segment in (1, 2, 4):
+        block = replace(given, segment=segment)
+        graph = task_graph(block, Degrees(), SAVED, 1)
+        working[segment] = estimate(block, graph, tuple(graph.forward.by_name), tuple(graph.backward.by_name)).working
+    assert 2 * 4 * large.size < working[1] < 2.2 * 4 * large.size + 4 * large.size   # and the gathered parameter
+    assert working[2] - working[1] > 2 * 4 * large.size
+    assert working[4] < working[2] + 4 * large.size   # nothing is pending where all is one segment
 
 
 def test_less_and_less_is_saved():

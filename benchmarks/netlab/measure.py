@@ -5,7 +5,8 @@
 
 Needs root and Debian's iproute2 (see netlab). Every host is a process with two CPU devices on one core. Times are
 medians of interleaved runs in the first host's clock, ratios medians of those of one turn; "raw" sends the same 16-bit
-words uncoded, in the same tasks. Prints one Markdown table.
+words uncoded, in the same tasks. Prints one Markdown table; of steps also how long the sequential plan computes and
+sends between hosts, in simulation.
 """
 
 import argparse
@@ -135,15 +136,13 @@ def kept(path: Path | None, make: Callable[[], Cluster]) -> Cluster:
         return make()
     there = multihost_utils.broadcast_one_to_all(np.asarray(path.exists()))
     cluster = load_cluster(path) if there else make()
-    if jax.process_index() == 0:
+    if not there and jax.process_index() == 0:
         path.write_text(cluster.to_toml())
     return cluster
 
 
 def step_rows(mesh, args: argparse.Namespace) -> list[list[str]]:
     """Train steps of a model that is not the one the cluster is fitted on.
-
-    Prints how long the sequential plan computes and sends between hosts, in simulation.
 
     What a step takes beside its stack (embedding, head, optimizer) is the same for all schedules: the median of what
     their steps take more than predicted.

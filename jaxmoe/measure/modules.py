@@ -6,6 +6,7 @@ can be simulated. FSMoE profiles modules so before it plans. (read; the fit by v
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from .training import random_batch, steppers
 
 DEGREES = (1, 2, 4)
 HALVINGS = 30
+NEWEST = 4   # of the executions of a task that a device is seen to run, in all layers and microbatches
 Key = tuple[str, float]   # module, amount
 
 
@@ -130,12 +132,12 @@ def fitted(module: str, seconds: Mapping[float, float]) -> Fit:
 
 
 class _Recorder:
-    """Keeps what one task of each module and amount reads on the devices of this process, but for known modules."""
+    """Keeps what one task of each module and amount last read on the devices of this process, but for known modules."""
 
     def __init__(self, mesh: Mesh, known: frozenset[str]):
         self.mesh, self.axes, self.known = mesh, tuple(mesh.axis_names), known
         self.tasks: dict[Key, tuple[Task, Callable, Any]] = {}
-        self.kept: dict[Key, list[tuple[jax.Array, list[jax.Array]]]] = {}
+        self.kept: dict[Key, deque[tuple[jax.Array, list[jax.Array]]]] = {}
 
     def see(self, task: Task, run: Callable, reads: tuple, consts: Any) -> None:
         key = module_of(task), amount(task)
@@ -148,7 +150,9 @@ class _Recorder:
         jax.debug.callback(partial(self._keep, key), jax.lax.axis_index(self.axes), data)
 
     def _keep(self, key: Key, device, leaves) -> None:
-        self.kept.setdefault(key, []).append((device, leaves))   # to read them here would wait for the program itself
+        # To read them here would wait for the program itself. Devices are at most a few layers apart
+        newest = deque(maxlen=NEWEST * jax.local_device_count())
+        self.kept.setdefault(key, newest).append((device, leaves))
 
     @property
     def keys(self) -> list[Key]:

@@ -53,17 +53,18 @@ def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequenc
     widths: of square matrix products on every device at once. In a run of several processes all call this, and get what
     the first one measured.
     """
+    used = {axis: link for axis, link in links.items() if mesh.shape[axis] > 1}
     fits = []
-    for link in dict.fromkeys(links.values()):
-        axes = tuple(a for a in mesh.axis_names if links.get(a) == link)
+    for link in dict.fromkeys(used.values()):
+        axes = tuple(a for a in mesh.axis_names if used.get(a) == link)
         for kind in COLLECTIVES:
             fits.append(_measure(f"{link}.{kind}", partial(_collective, mesh, axes, kind, dtype), sizes, repeats))
     fits.append(_measure("matmul", partial(_matmul, mesh, dtype), widths, repeats))
     fits.append(_measure("memory", partial(_copy, mesh, dtype), sizes, repeats))
     by_name = {f.what: f for f in fits}
     cluster = _cluster(mesh, links, name, by_name)
-    if links:
-        both = _contention(mesh, links, by_name, sizes[-1], widths, repeats, dtype)
+    if used:
+        both = _contention(mesh, used, by_name, sizes[-1], widths, repeats, dtype)
         cluster = cluster.model_copy(update={"contention": both})
     return cluster, fits
 

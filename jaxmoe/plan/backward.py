@@ -138,13 +138,11 @@ def reductions(block: Block, slices: int) -> Pass:
     for layer in range(block.segment):
         for s, some in enumerate(pieces(block, slices)):
             axes = tuple(dict.fromkeys(a for p in some for a in (*p.param.gather, *p.param.reduce)))
-            kind = "reduce_scatter" if all(p.param.gather for p in some) else "all_reduce"
-            tasks.append(_reduction(block, f".{s}@{layer}", some, axes, kind, layer, s))
+            tasks.append(_reduction(block, f".{s}@{layer}", some, axes, layer, s))
     return Pass(tuple(tasks))
 
 
-def _reduction(block: Block, at: str, pieces: list[Piece], axes: tuple[str, ...], kind: str, layer: int,
-               s: int) -> Task:
+def _reduction(block: Block, at: str, pieces: list[Piece], axes: tuple[str, ...], layer: int, s: int) -> Task:
     """Pieces of gathered parameters are scattered over the axes that gather them, then all are summed over the rest;
     coded, first over the axes within nodes, as they are."""
     values = _values_by_axes(block, pieces)
@@ -163,6 +161,7 @@ def _reduction(block: Block, at: str, pieces: list[Piece], axes: tuple[str, ...]
         wire = n * wire_bytes((ceil(count / n),), "float32", codec)
         parts.append(_part(block, verb, coded, phases * wire))
         encoded, decoded = encoded + count * 4 * (1 if phases == 1 else 1 + 1 / n), decoded + count * 4 * phases
+    kind = "all_reduce" if any(p.kind == "all_reduce" for p in parts) else "reduce_scatter"
     writes = [f"g:{p.param.name}.{p.lo}.{p.hi}@{layer}" for p in pieces]
     if codec is not None:
         kind, writes = f"{kind}:{codec}", [*writes, f"counted.gradients{at}"]
@@ -172,9 +171,9 @@ def _reduction(block: Block, at: str, pieces: list[Piece], axes: tuple[str, ...]
 
 
 def _part(block: Block, verb: str, axes: tuple[str, ...], size: float) -> Part:
-    """size: bytes of what the group's devices have for each other and for themselves."""
+    """size: bytes of what a device has for the group, itself included."""
     n = block.size(axes)
-    return Part(verb, block.streams(axes), size * (n - 1) / n)
+    return Part(verb, block.streams(axes), size * (n - 1) / n, block.between(verb, axes))
 
 
 def _values(piece: Piece) -> float:

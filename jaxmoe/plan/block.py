@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..codec import wire_bytes
 from .tasks import STREAMS, Degrees
 
 Pairs = tuple[tuple[str, Any], ...]
+Layout = Literal["slots", "ragged"]
+Chunk = Literal["slots", "batch", "sequence"]
+Split = Literal["tokens", "slots"]
+LAYOUTS, CHUNKS, SPLITS = get_args(Layout), get_args(Chunk), get_args(Split)
 
 # Tensor classes whose collectives can be coded, and the parameters that are: they are used in the compute type only.
 CLASSES = ("dispatch", "combine", "parameters", "gradients")
@@ -90,12 +94,12 @@ class Block:
     num_experts: int
     k: int
     rows: int
-    layout: Literal["slots", "ragged"] = "slots"
-    chunk: Literal["slots", "batch", "sequence"] = "slots"
+    layout: Layout = "slots"
+    chunk: Chunk = "slots"
     groups: int = 0
     by_token: bool = True
     fused: bool = False
-    split: Literal["tokens", "slots"] = "tokens"
+    split: Split = "tokens"
     group_rows: int = 0
     hierarchical: bool = False
     gated: bool = True
@@ -116,6 +120,9 @@ class Block:
     def __post_init__(self):
         if self.layers % self.segment:
             raise ValueError(f"model.layers must be a multiple of schedule.segment={self.segment}, got {self.layers}")
+        for name, known in (("layout", LAYOUTS), ("chunk", CHUNKS), ("split", SPLITS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} of a block must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for axis, link in self.links:
             if link not in STREAMS[1:]:
                 raise ValueError(f"links.{axis} must be one of {', '.join(STREAMS[1:])}, got {link!r}")
@@ -157,6 +164,17 @@ class Block:
         """Links that a collective over these axes holds; "inter" where nothing is said."""
         used = {dict(self.links).get(a, "inter") for a in axes if dict(self.axes)[a] > 1}
         return tuple(s for s in STREAMS[1:] if s in used) or ("inter",)
+
+    def between(self, kind: str, axes: tuple[str, ...]) -> float:
+        """Share of a device's bytes that goes between nodes, of a collective over both links.
+
+        A flat All-to-All's go to all other devices alike. Others run in rings, one for each of the group's devices in a
+        node, and each ring enters a node once (derived from how NCCL builds rings where every GPU has a network card).
+        """
+        if self.streams(axes) != STREAMS[1:]:
+            return 1.0
+        n, mates = self.size(axes), self.size(tuple(a for a in axes if dict(self.links).get(a) == "intra"))
+        return (n - mates) / (n - 1) if kind.startswith("all_to_all") else 1 / mates
 
     def stages(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Axes over which a coded gather or reduction sends values as they are, and those over which it codes them:

@@ -138,14 +138,6 @@ class Cluster(Section):
             raise ConfigError(f"cluster {self.name!r} must have {link}.{kind}, which the plan needs; got no such table")
         return found
 
-    def streams(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Streams that a collective over these mesh axes occupies, () -> compute."""
-        unknown = [a for a in axes if a not in self.links]
-        if unknown:
-            raise ConfigError(f"links of cluster {self.name!r} must name mesh axis {unknown[0]!r}, got {self.links}")
-        used = {self.links[a] for a in axes}
-        return tuple(s for s in ("intra", "inter") if s in used) or ("compute",)
-
     def to_toml(self) -> str:
         """The file's text; `from_toml` gives an equal cluster."""
         return _toml(self.model_dump(exclude_none=True))

@@ -1,10 +1,10 @@
 """Which tensor classes are coded, and how: static, from shapes and a cluster's costs, so the same on every rank.
 
-A class is coded iff t_encode + α + β n / ratio + t_decode < α + β n, summed over its collectives in a layer (derived;
-rule and costs are the plan's own: `cost.seconds` of the tasks with and without a format). Nothing else decides, but
-for `min_bytes` where the config gives one. What overlap hides is not counted: schedule "auto" plans without coding too.
-"auto" codes rows only if blocks of the formats lie within rows: rows differ in scale, which blocks of several do not
-bear (measured: docs/codec.md).
+A class is coded iff t_encode + α + β wire + t_decode < α + β n, summed over its collectives in a layer (derived; n:
+bytes uncoded, wire: `codec.wire_bytes`; rule and costs are the plan's own: `cost.seconds` of the tasks with and without
+a format). Nothing else decides, but for `min_bytes` where the config gives one. What overlap hides is not counted:
+schedule "auto" plans without coding too. "auto" codes rows only if blocks of the formats lie within rows: rows differ
+in scale, which blocks of several do not bear (measured: docs/codec.md).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def seconds(task: Task, cluster: Cluster) -> float:
         return launch + cluster.memory.alpha_seconds + task.bytes / cluster.memory.bytes_per_second
     verb, _, codec = task.kind.partition(":")
     if verb in COLLECTIVES:
-        parts = task.parts or (Part(verb, task.streams, task.bytes),)
+        parts = task.parts or (Part(verb, task.streams, task.bytes, task.between),)
         return launch + math.fsum(_collective_seconds(p, task.name, cluster) for p in parts) + (
             coding_seconds(cluster, codec, task.encoded, task.decoded) if codec else 0.0)
     if verb not in ("encode", "decode"):
@@ -53,8 +53,8 @@ def module_of(task: Task) -> str:
 
 
 def is_module(task: Task) -> bool:
-    """Whether its amount says what it takes: not so if parts of it are collectives of several kinds or links, nor if it
-    has none, as a gather of parameters that are whole already: a real gather may have the same name."""
+    """Whether its amount says what it takes: not so if it has parts, which may be of several kinds or links, nor if
+    it has no amount, as a gather of parameters that are whole already: a real gather may have the same name."""
     return not task.parts and amount(task) > 0
 
 
@@ -74,20 +74,8 @@ def _collective_seconds(part: Part, task: str, cluster: Cluster) -> float:
     if not costs:
         raise ValueError(f"task {task!r} of kind {part.kind!r} must occupy intra or inter, got {part.streams}")
     alpha = max(c.alpha_seconds for c in costs.values())
-    return alpha + max(c.seconds_per_byte * part.bytes * _share(part, s, cluster) for s, c in costs.items())
-
-
-def _share(part: Part, link: str, cluster: Cluster) -> float:
-    """Share of a device's bytes on this link.
-
-    A flat All-to-All's go to all other devices alike. Others run in rings, one a GPU of a node, and each ring enters a
-    node once (derived from how NCCL builds rings where every GPU has a network card).
-    """
-    if len(part.streams) == 1:
-        return 1.0
-    others, mates = cluster.num_devices - 1, cluster.gpus_per_node - 1
-    inside = mates / others if part.kind == "all_to_all" and others else mates / cluster.gpus_per_node
-    return inside if link == "intra" else 1 - inside
+    shares = {"inter": part.between, "intra": 1 - part.between} if len(costs) > 1 else dict.fromkeys(costs, 1.0)
+    return alpha + max(c.seconds_per_byte * part.bytes * shares[s] for s, c in costs.items())
 
 
 def coding_seconds(cluster: Cluster, codec: str, encoded: float, decoded: float) -> float:

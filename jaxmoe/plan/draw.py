@@ -25,7 +25,8 @@ OTHERS = ("#8dd3c7", "#bebada", "#80b1d3", "#fccde5", "#bc80bd", "#ccebc5")
 def colours_of(verbs: Iterable[str]) -> dict[str, str]:
     """A colour for each verb, in order of appearance; those without one of their own share a few."""
     unknown = iter(range(10**6))
-    return {v: COLOURS.get(v) or OTHERS[next(unknown) % len(OTHERS)] for v in dict.fromkeys(verbs)}
+    own = {v: COLOURS.get(v) or COLOURS.get(v.partition("_")[0]) for v in verbs}   # "encode_dispatch" is an "encode"
+    return {v: colour or OTHERS[next(unknown) % len(OTHERS)] for v, colour in own.items()}
 
 
 def save_png(timeline: Timeline, path: str | Path, title: str = "") -> None:

@@ -224,9 +224,9 @@ class _Program:
             with jax.named_scope(scope(task, tail=True)):
                 return self._call(task, reads, consts)
 
-        call = self._calls(call, pending)
+        run = self._calls(call, pending)
         for task in self.graph.tail.tasks:
-            env |= dict(zip(task.writes, call(task, tuple(env[v] for v in task.reads)), strict=True))
+            env |= dict(zip(task.writes, run(task, tuple(env[v] for v in task.reads)), strict=True))
         return self._whole(env), self._counted(env)
 
     def _counted(self, env: Env) -> Counts:

@@ -46,9 +46,10 @@ class _Builder:
         at = f"@{self.layer}"
         name = ".".join((verb, *map(str, index))) + at
         streams = ("compute",) if axes is None else self.b.streams(axes)
+        between = 1.0 if axes is None else self.b.between(kind, axes)
         self.tasks.append(Task(name, verb, streams, tuple(r + at for r in reads), tuple(w + at for w in writes), kind,
                                float(flops), float(count * self.b.bytes_per_value), layer=self.layer,
-                               chunk=index[-1] if index else 0, **more))
+                               chunk=index[-1] if index else 0, between=between, **more))
 
     def _params(self) -> None:
         groups = dict.fromkeys(p.group for p in self.b.params)
@@ -182,6 +183,8 @@ class _Builder:
         b, at = self.b, f".{j}.{i}"
         (axes, mates), model = b.turns, b.role("model")
         steps, copies = b.size(axes), b.copies
+        # From nodes to nodes all messages of a step cross; within one, those to mates in others do
+        over = (*axes, *mates) if copies > 1 and b.streams(axes) == ("intra",) else axes
 
         def gather(index: tuple, read: str, write: str, values: float) -> None:
             self.add("combine_gather", index, [read], [write], model, "all_gather", count=values * (b.sharers - 1))
@@ -196,7 +199,7 @@ class _Builder:
         for s in range(steps):
             part = own / steps
             if s:
-                self.add("combine", (j, i, s), [sent[s]], [came[s]], axes, "all_to_all", count=part * copies)
+                self.add("combine", (j, i, s), [sent[s]], [came[s]], over, "all_to_all", count=part * copies)
             elif copies > 1:
                 self.add("combine", (j, i, s), [sent[s]], [came[s]], mates, "all_to_all", count=part * (copies - 1))
             gather((j, i, s), came[s], met[s], part)

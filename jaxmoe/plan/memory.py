@@ -10,7 +10,7 @@ outside the stack unless it is given (`outside`), logits and the loss, the compi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from .block import Block
@@ -43,23 +43,26 @@ def estimate(block: Block, graph: TaskGraph, forward: Sequence[str], backward: S
     stored = outside + block.layers * sum(p.size / block.size(p.gather) for p in block.params)
     there, back = (bytes_of(block, p) for p in (graph.forward, graph.again))
     given = {v for t in graph.backward.tasks for v in t.reads} - set(graph.backward.writers)
-    saved = sum(back(v) for v in given if ":" not in v and v.partition("@")[0] not in _names(block))
-    working = max(live(graph.forward, forward, there), live(graph.backward, backward, back))
+    names = _names(block)
+    saved = sum(back(v) for v in given if ":" not in v and v.partition("@")[0] not in names)
+    gradients = {f"d:{name}@{layer}" for name in names for layer in range(block.segment)}
+    working = max(live(graph.forward, forward, there), live(graph.backward, backward, back, gradients))
     return Memory(WHOLE * stored, GRADIENT * stored, STATE * stored, saved * block.layers / block.segment, working)
 
 
-def live(pass_: Pass, order: Sequence[str], size: Callable[[str], float]) -> float:
-    """Most bytes of values that are there at once, each from the task that makes it to the last that reads it."""
+def live(pass_: Pass, order: Sequence[str], size: Callable[[str], float], results: Set[str] = frozenset()) -> float:
+    """Most bytes of values that are there at once, each from the task that makes it to the last that reads it, or to
+    the end if it is one of the results. What is pending of the segment above is there from the start."""
     last = {v: name for name in order for v in (*pass_.by_name[name].writes, *pass_.by_name[name].reads)}
-    there: set[str] = set()
-    now = most = 0.0
+    there = {v for v in last if v.startswith("pending:")}
+    now = most = sum(map(size, there))
     for name in order:
         task = pass_.by_name[name]
         made = set(task.writes) - there
         there |= made
         now += sum(map(size, made))
         most = max(most, now)
-        over = {v for v in (*task.reads, *task.writes) if last[v] == name} & there
+        over = {v for v in (*task.reads, *task.writes) if last[v] == name and v not in results} & there
         there -= over
         now -= sum(map(size, over))
     return most
@@ -92,12 +95,13 @@ def _layer_bytes(b: Block) -> dict[str, float]:
     tokens, rows = b.tokens, b.sent_rows
     heads, kv_heads = tokens * b.heads * b.head_dim, tokens * b.kv_heads * b.head_dim
     stream, sent = tokens * b.d_model, rows * b.copies * b.d_model
+    coded = sum(name in ("dispatch", "combine") for name, _ in b.codec)   # each with its rows, to be sent if need be
     values = {"x": stream, "h": stream, "n": stream, "shared": stream, "xg": stream * m, "u": stream * m,
               "tokens": stream * m, "n_all": stream * m,
               "q": heads, "k": kv_heads, "v": kv_heads, "o": heads,
-              "slots": rows * b.d_model, "back": rows * b.sharers * b.d_model, "coded": sent, "came": sent,
-              "near": 2 * sent, "sent": sent, "met": rows * b.sharers * b.d_model, "recv": sent, "out": sent,
-              "rows": sent * q, "part": sent * q,
+              "slots": rows * b.d_model, "back": rows * b.sharers * b.d_model, "coded": 2 * sent * coded,
+              "came": sent * (coded + (b.sharers > 1)), "near": 2 * sent, "sent": sent, "recv": sent, "out": sent,
+              "met": rows * b.sharers * b.d_model, "rows": sent * q, "part": sent * q,
               "hidden": rows * b.d_ff * (2 if b.gated else 1),
               "shared_hidden": tokens * b.d_ff * b.shared_experts * (2 if b.gated else 1)}
     routed = {"weights": tokens * b.k, "choice": tokens * b.k, "scores": tokens * b.num_experts,

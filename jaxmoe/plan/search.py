@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .block import SAVED, Block, less_saved
+from ..config import ConfigError
+from .block import CHUNKS, SAVED, SPLITS, Block, less_saved
 from .cluster import AlphaBeta, Cluster, Link
 from .cost import durations
 from .graph import task_graph
@@ -93,10 +94,6 @@ class Combination:
     choice: Choice
 
     @property
-    def segments(self) -> int:
-        return self.trials.block.layers // self.trials.block.segment
-
-    @property
     def layer_seconds(self) -> float:
         """Modelled, of one layer in the middle of a stack, forward and backward, before overlaps are tied."""
         return self.trials.seconds(self.choice) / self.trials.block.segment
@@ -155,14 +152,12 @@ def search(block: Block, cluster: Cluster, degrees: Degrees | None = None, slice
     found: list[Candidate] = []
     alone: dict[str, float] = {}
     for kept in _worth_trying(block, [saved, *less_saved(saved)], space):
-        made = _plans(block, Bench(cluster, kept), space)
-        alone = alone or {c.plan.schedule: c.seconds for c in made if c.plan.schedule != "auto"}
-        found += made
-        fastest = min(made, key=lambda c: c.seconds, default=None)
-        if fastest is None or fastest.memory.total <= limit:   # who saves less has more to do
+        own, made = _plans(block, Bench(cluster, kept), space)
+        alone = alone or {name: c.seconds for name, c in own.items()}
+        found += [*own.values(), *made]
+        fastest = min([*own.values(), *made], key=lambda c: c.seconds)
+        if fastest.memory.total <= limit:   # who saves less has more to do
             break
-    if not found:
-        raise ValueError("schedule.degrees: this block cannot be cut at any of the degrees tried")
     fitting = [c for c in found if c.memory.total <= limit]
     if not fitting:
         raise ValueError(does_not_fit(min((c.memory for c in found), key=lambda m: m.total), limit, cluster))
@@ -196,26 +191,32 @@ def _worth_trying(block: Block, sets: list[tuple[str, ...]], space: Space) -> li
     return [kept for kept in sets if kept == sets[-1] or lasting(kept) <= space.limit]
 
 
-def _plans(block: Block, bench: Bench, space: Space) -> list[Candidate]:
-    """Every schedule's own plan, and the best combinations of those that fit."""
+def _plans(block: Block, bench: Bench, space: Space) -> tuple[dict[str, Candidate], list[Candidate]]:
+    """Every schedule's own plan, by its name, and the best combinations of those that fit."""
     def candidate(made: Plan) -> Candidate:
         return Candidate(made, simulate(made, bench.cluster), plan_memory(made, space.outside))
 
-    found = [candidate(SCHEDULES[name].plan(c.trials, c.choice)) for name, c in singles(block, bench, space).items()]
-    known = min((c.seconds for c in found if c.memory.total <= space.limit), default=math.inf) / block.layers
+    own = {name: candidate(SCHEDULES[name].plan(c.trials, c.choice))
+           for name, c in singles(block, bench, space).items()}
+    known = min((c.seconds for c in own.values() if c.memory.total <= space.limit), default=math.inf) / block.layers
     best = finished(block, bench, slowdown(bench.cluster), space, known)
-    return found + [candidate(c.plan()) for c in best]
+    return own, [candidate(c.plan()) for c in best]
 
 
 def singles(block: Block, bench: Bench, space: Space = Space()) -> dict[str, Combination]:
-    """What each schedule chooses by itself, for those that the block can be cut for."""
-    found, slices = {}, space.slices[0] if len(space.slices) == 1 else None
+    """What each schedule chooses by itself, for those that the block can be cut for. Raises ValueError if that is none.
+    """
+    found, refused, slices = {}, [], space.slices[0] if len(space.slices) == 1 else None
     for name, schedule in SCHEDULES.items():
-        with contextlib.suppress(ValueError):   # not for this block
+        try:
             trials = bench.trials(schedule.cut(block))
             choice = schedule.choose(trials, space.degrees, slices)
             trials.graph(choice)
             found[name] = Combination(trials, choice)
+        except ValueError as e:   # not for this block, or not with the cluster's costs
+            refused.append(e)
+    if not found:
+        raise refused[0]
     return found
 
 
@@ -232,7 +233,9 @@ def combinations(block: Block, bench: Bench, contention: Slowdown | None, space:
     for cuts in variants(block):
         given = [space.degrees] if space.degrees else all_degrees(cuts[0])
         for cut in cuts:   # longer segments take the degrees of shorter ones
-            best = combined(bench.trials(cut, contention), given, space, known * cut.segment)
+            best = None
+            with contextlib.suppress(ConfigError):   # the cluster's file lacks a collective that only this way needs
+                best = combined(bench.trials(cut, contention), given, space, known * cut.segment)
             if best is not None:
                 found.append(best)
                 known, given = min(known, best.layer_seconds), [best.choice.degrees]
@@ -243,11 +246,11 @@ def variants(block: Block) -> Iterator[list[Block]]:
     """For each way to cut chunks and to exchange rows, the block at its segment, or at `SEGMENTS` if that is 1."""
     segments = [s for s in SEGMENTS if block.layers % s == 0] if block.segment == 1 else [block.segment]
     fused = (False, True) if block.size(block.role("expert_shard")) > 1 else (False,)
-    splits = ("tokens", "slots") if block.size(block.role("model")) > 1 else ("tokens",)
+    splits = SPLITS if block.size(block.role("model")) > 1 else SPLITS[:1]
     ways = [(f, s, False) for f in fused for s in splits]
     if block.streams(block.role("expert")) == STREAMS[1:]:
         ways.append((False, "tokens", True))
-    for chunk, (exchange, split, staged) in itertools.product(("slots", "batch", "sequence"), ways):
+    for chunk, (exchange, split, staged) in itertools.product(CHUNKS, ways):
         with contextlib.suppress(ValueError):   # chunks along the sequence would drop tokens, or rows are ragged
             yield [replace(block, chunk=chunk, fused=exchange, split=split, hierarchical=staged, segment=s)
                    for s in segments]

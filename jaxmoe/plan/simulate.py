@@ -134,6 +134,7 @@ class Prepared:
         self.tasks = tuple(pass_.tasks[i] for i in listed)
         self.reads = [tuple([place[j] for j in wiring.reads[i]]) for i in listed]
         self.masks = [_mask(t) for t in self.tasks]
+        self.in_line = any([m & COMPUTE and m & ~COMPUTE for m in self.masks])
         self.index = {name: k for k, name in enumerate(order)}
         before, last = [], [-1] * len(STREAMS)
         for k, i in enumerate(listed):
@@ -251,7 +252,8 @@ class Prepared:
                 start[i] = now
                 busy |= masks[i]
             flying += ready
-            both = busy & COMPUTE and busy & ~COMPUTE
+            both = busy & COMPUTE and busy & ~COMPUTE and (   # by two tasks: one in line holds both alone
+                not self.in_line or any([masks[i] == COMPUTE for i in flying]))
             compute, link = (slow.of_compute(busy & ~COMPUTE), slow.link) if both else (1.0, 1.0)
             takes = [left[i] * (compute if masks[i] == COMPUTE else link) for i in flying]
             step = min(takes)

@@ -18,11 +18,12 @@ Direction = Literal["forward", "recompute", "grad", "input_grad", "weight_grad"]
 
 @dataclass(frozen=True)
 class Part:
-    """One collective of a task: kind and bytes as of a task that is just this."""
+    """One collective of a task: kind, bytes and between as of a task that is just this."""
 
     kind: str
     streams: tuple[str, ...]
     bytes: float
+    between: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Task:
     cotangent is named "d:" + its value, and is the sum of what all its writers write. kind: what its time depends on,
     "matmul" (flops), "memory" (bytes through memory), or a collective ("all_to_all", "all_gather", "reduce_scatter",
     "all_reduce"; bytes that one device sends), "encode:FORMAT" or "decode:FORMAT" (bytes uncoded). A collective that
-    codes by itself is of kind "all_gather:FORMAT" and the like; encoded, decoded: bytes uncoded that it then codes. of:
-    in a backward pass, the forward task that it recomputes or pulls. parts: the collectives of a task that is several,
-    one after the other; bytes is their sum.
+    codes by itself is of kind "all_gather:FORMAT" and the like; encoded, decoded: bytes uncoded that it then codes.
+    between: of a collective over both links, the share of its bytes that goes between nodes. of: in a backward pass,
+    the forward task that it recomputes or pulls. parts: the collectives of a task that is several, one after the other;
+    bytes is their sum.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Task:
     direction: Direction = "forward"
     of: str = ""
     parts: tuple[Part, ...] = ()
+    between: float = 1.0
 
     @property
     def is_collective(self) -> bool:
@@ -63,7 +66,7 @@ class Task:
         """
         found = object.__new__(Task)
         found.__dict__.update(self.__dict__, flops=other.flops * scale, bytes=other.bytes, encoded=other.encoded,
-                              decoded=other.decoded, parts=other.parts)
+                              decoded=other.decoded, parts=other.parts, between=other.between)
         return found
 
 

@@ -238,7 +238,7 @@ def measured_plan(cfg: Any, mesh: Mesh, run_dir: Path, resume: bool) -> tuple[Pl
         return None, ""
     kept, again = run_dir / "plan.json", ""
     if resume and kept.is_file():
-        schedule = cfg.schedule.model_copy(update={"plan": str(kept)})
+        schedule = cfg.schedule.model_copy(update={"plan": str(kept), "sm_aware": False})   # it is tied already
         try:
             return plan(cfg.model_copy(update={"schedule": schedule})), ""
         except ValueError as e:
