@@ -13,12 +13,13 @@ from jaxmoe.config import from_dict
 from jaxmoe.plan.backward import reductions
 from jaxmoe.plan.block import SAVED, Block, pieces
 from jaxmoe.plan.cluster import load_cluster
+from jaxmoe.plan.cost import seconds
 from jaxmoe.plan.forward import cover
 from jaxmoe.plan.graph import task_graph
 from jaxmoe.plan.plan import Plan
 from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.simulate import simulate
-from jaxmoe.plan.tasks import Degrees
+from jaxmoe.plan.tasks import Degrees, Task
 from jaxmoe.planned import layer_plan
 from jaxmoe.planning import block_of, plan
 from jaxmoe.spec import Spec
@@ -128,6 +129,31 @@ def test_reductions_count_bytes_by_collective_and_link(roles):
         assert found == pytest.approx(want)
 
 
+def test_bytes_between_nodes_are_those_of_the_group():
+    """Two of a node's eight devices in a group: a ring enters the node once, and half of its bytes do."""
+    made = Block(1, 8, 8, 8, 8, 1, 8, axes=(("node", 8), ("dp", 2), ("tp", 4)),
+                 links=(("node", "inter"), ("dp", "intra"), ("tp", "intra")))
+    assert made.between("all_reduce", ("node", "dp")) == 1 / 2
+    assert made.between("all_gather:x3p", ("node", "dp", "tp")) == 1 / 8
+    assert made.between("all_to_all", ("node", "dp")) == 14 / 15
+    assert made.between("all_to_all", ("node",)) == 1
+    cluster = load_cluster("8x8-h100")
+    one, half = (Task("t", "t", ("intra", "inter"), (), (), "all_reduce", bytes=1e9, between=b) for b in (1.0, 0.5))
+    alpha = cluster.collective("inter", "all_reduce").alpha_seconds + cluster.device.launch_seconds
+    assert seconds(half, cluster) - alpha == pytest.approx((seconds(one, cluster) - alpha) / 2)
+
+
+def test_steps_of_shared_slots_that_cross_nodes_say_so():
+    """Experts within a node, their parts in others: all messages of a step but one cross."""
+    cfg = {"mesh": {"axes": {"node": 2, "gpu": 4}}, "parallel": {"data": ["node"], "expert": ["gpu"], "expert_shard": [
+        "node"], "model": ["gpu"]}, "model": {"layers": 1, "scan": True, "kv_heads": 4}, "moe": {"num_experts": 8},
+        "schedule": {"kind": "parm-s2"}, "train": {"batch": 8}}
+    made = replace(block_of(from_dict(cfg), H100), split="slots", fused=True)
+    steps = [t for t in task_graph(made, Degrees(), (), 1).forward.tasks if t.verb == "combine"]
+    assert [t.streams for t in steps] == [("inter",), *[("intra", "inter")] * 3]
+    assert {t.between for t in steps[1:]} == {made.between("all_to_all", ("gpu", "node"))}
+
+
 @pytest.mark.parametrize(("part", "parts", "others", "want"), [
     (0, 1, 4, [0, 1, 2, 3]), (1, 2, 4, [2, 3]), (3, 4, 2, [1]), (2, 4, 4, [2]), (0, 8, 1, [0])])
 def test_cover(part, parts, others, want):
@@ -146,9 +172,9 @@ def test_plans_survive_json_and_are_no_faster_than_their_bound(kind, roles):
 
 def test_pipemoe_is_faster_and_cuts_forward_and_backward_apart():
     made = block()
-    seconds = {kind: simulate(SCHEDULES[kind](made, H100), H100, contention=False).makespan
+    takes = {kind: simulate(SCHEDULES[kind](made, H100), H100, contention=False).makespan
                for kind in ("sequential", "pipemoe")}
-    assert seconds["pipemoe"] < seconds["sequential"]
+    assert takes["pipemoe"] < takes["sequential"]
     forced = SCHEDULES["pipemoe"](made, H100, Degrees(2, 8))
     assert sum(t.verb == "dispatch" for t in forced.graph.forward.tasks) == 2 * 2
     assert sum(t.verb == "dispatch" for t in forced.graph.backward.tasks if t.of) == 2 * 8
@@ -175,6 +201,9 @@ def test_broken_plans_are_refused_with_the_tasks_named():
     ):
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             Plan.from_json(edited(made, **changes))
+    tree = json.loads(made.to_json())
+    with pytest.raises(ValueError, match="chunk of a block must be one of slots, batch, sequence, got 'Sequence'"):
+        Plan.from_json(edited(made, block=tree["block"] | {"chunk": "Sequence"}))
     with pytest.raises(ValueError, match="must be JSON"):
         Plan.from_json("{")
 
@@ -186,6 +215,14 @@ def test_a_plan_for_other_shapes_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text(made.to_json())
     saved = {"schedule": {"kind": "plain", "plan": str(tmp_path / "plan.json")}}
     assert plan(from_dict(tree | saved)) == made
+    untied = {"schedule": saved["schedule"] | {"barriers": False}}
+    assert plan(from_dict(tree | untied)) == replace(made, barriers=False)
+    coded = tree | saved | {"train": {"batch": 64, "precision": "bfloat16"}}
+    (tmp_path / "plan.json").write_text(plan(from_dict(coded | {"schedule": tree["schedule"], "codec": {
+        "dispatch": "x3p"}})).to_json())
+    with pytest.raises(ValueError, match="was made for codec.dispatch 'x3p', but this run has 'off'"):
+        plan(from_dict(coded | {"codec": {"gradients": "auto"}}))
+    (tmp_path / "plan.json").write_text(made.to_json())
     with pytest.raises(ValueError, match="was made for batch 1, but this run has 2"):
         plan(from_dict(tree | saved | {"train": {"batch": 128}}))
     with pytest.raises(ValueError, match="cannot be read"):

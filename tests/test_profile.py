@@ -61,6 +61,13 @@ def test_profile_on_simulated_devices():
     assert "inter.all_reduce" in as_text(fits)
 
 
+def test_profile_on_one_device_has_no_links():
+    mesh = jax.make_mesh((1,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    cluster, fits = profile(mesh, {"gpu": "intra"}, "alone", (2**14, 2**23), (64, 512), repeats=3)
+    assert {f.what for f in fits} == {"matmul", "memory"}
+    assert cluster.contention is None and cluster.intra.all_to_all is None and cluster.num_devices == 1
+
+
 def test_modules_take_the_place_of_other_costs():
     cluster = load_cluster("8x8-h100")
     up = Task("experts_up.0.1@0:dx", "experts_up", ("compute",), (), (), "matmul", 3e9, direction="input_grad")

@@ -219,6 +219,13 @@ def test_contention_slows_what_overlaps():
                                                            (pytest.approx(4.375), pytest.approx(5.375))]
 
 
+def test_a_collective_in_line_slows_nothing():
+    pass_ = Pass((task("a", "compute+inter"), task("b", "intra"), task("x", "compute", "a")))
+    timeline = simulate_pass(pass_, ("a", "b", "x"), {"a": 1.0, "b": 2.0, "x": 3.0},
+                             contention=Slowdown(beside_intra=2.0, link=2.0))
+    assert [(e.start, e.end) for e in timeline.events] == [(0, 1), (0, 3), (1, 5)]   # b and x share 2 seconds
+
+
 def test_links_wait_for_a_running_product():
     pass_ = Pass((task("a", "inter"), task("x", "compute"), task("b", "inter", "a")))
     times = {"a": 1.0, "x": 4.0, "b": 1.0}

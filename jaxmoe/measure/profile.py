@@ -53,7 +53,7 @@ def profile(mesh: Mesh, links: Mapping[str, LinkName], name: str, sizes: Sequenc
     widths: of square matrix products on every device at once. In a run of several processes all call this, and get what
     the first one measured.
     """
-    used = {axis: link for axis, link in links.items() if mesh.shape[axis] > 1}
+    used: dict[str, LinkName] = {axis: link for axis, link in links.items() if mesh.shape[axis] > 1}
     fits = []
     for link in dict.fromkeys(used.values()):
         axes = tuple(a for a in mesh.axis_names if used.get(a) == link)
