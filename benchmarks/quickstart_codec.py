@@ -20,11 +20,11 @@ from flax import nnx
 from jaxmoe import load_config
 from jaxmoe.cli.common import prepare_devices
 from jaxmoe.mesh import make_mesh
-from jaxmoe.plan.block import CLASSES
 from jaxmoe.training.checkpoint import Checkpoints
 from jaxmoe.training.loop import train
 from jaxmoe.training.report import read_metrics
 from jaxmoe.training.step import init_state
+from jaxmoe.types import TENSOR_CLASSES
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
@@ -57,7 +57,7 @@ def main() -> None:
     print(f"{len(losses[0])} losses, {losses[0][0]:.4f} to {losses[0][-1]:.4f}: "
           f"{'the same' if losses[0] == losses[1] else 'different'}")
     print(f"{len(same)} arrays of parameters and optimizer state: {sum(same)} the same")
-    for name in CLASSES:
+    for name in TENSOR_CLASSES:
         sent, uncoded, fallbacks = (sum(row.get(f"codec_{field}_{name}", 0.0) for row in coded)
                                     for field in ("wire_bytes", "raw_bytes", "fallbacks"))
         print(f"{name}: {sent / uncoded:.3f} of the bytes, {fallbacks / len(losses[0]):.2f} fallbacks a step")

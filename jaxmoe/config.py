@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from .types import TENSOR_CLASSES
+
 ROLES = ("data", "expert", "expert_shard", "model", "fsdp")
 EXCLUSIVE = (("data", "model"), ("expert", "expert_shard"), ("fsdp", "model"))
 NonNegative = Annotated[float, Field(ge=0)]
@@ -139,7 +141,6 @@ class MoEConfig(Section):
     importance_coef: NonNegative = 0.0
 
 
-TENSORS = ("dispatch", "combine", "parameters", "gradients")
 CodecName = Literal["off", "auto", "raw", "x4s", "x3p", "x3", "x4s:as-bf16", "x3p:as-bf16", "x3:as-bf16"]
 
 
@@ -205,7 +206,7 @@ class CodecConfig(Section):
     @property
     def asked(self) -> dict[str, str]:
         """Tensor class -> what is asked for it."""
-        return {name: getattr(self, name) or self.kind for name in TENSORS}
+        return {name: getattr(self, name) or self.kind for name in TENSOR_CLASSES}
 
 
 class DataConfig(Section):
@@ -453,7 +454,7 @@ def _check_schedule(cfg: Config) -> None:
 
 
 def _check_codec(cfg: Config) -> None:
-    asked = {key: value for key in ("kind", *TENSORS) if (value := getattr(cfg.codec, key)) not in (None, "off")}
+    asked = {key: value for key in ("kind", *TENSOR_CLASSES) if (value := getattr(cfg.codec, key)) not in (None, "off")}
     if not asked:
         return
     key, value = next(iter(asked.items()))

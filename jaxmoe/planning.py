@@ -16,7 +16,7 @@ from .mesh import abstract_mesh
 from .models.abstract import abstract_model, abstract_parameters, stored_size
 from .models.decoder import spec_of
 from .plan import codec_policy
-from .plan.block import CLASSES, SAVED, Block
+from .plan.block import SAVED, Block
 from .plan.cluster import Cluster, as_cluster
 from .plan.memory import Memory
 from .plan.passes import sm_aware
@@ -24,9 +24,10 @@ from .plan.plan import Plan
 from .plan.search import PLANNERS, Found, fastest_way, plan_memory, search
 from .plan.tasks import Degrees
 from .planned.decoder import decoder_block, stack_parameters
+from .types import PARAMETER_CLASSES, ROW_CLASSES, TENSOR_CLASSES
 
 # Classes of tensors that the planner codes or leaves together.
-TOGETHER = (("dispatch", "combine"), ("parameters", "gradients"))
+TOGETHER = (ROW_CLASSES, PARAMETER_CLASSES)
 # train.remat -> families of values that are kept for the backward pass.
 KEPT = {
     "none": SAVED,
@@ -148,7 +149,7 @@ def _read(path: str, block: Block, auto: set[str]) -> Plan:
     free = ("links", "chunk", "segment", "fused", "split", "hierarchical", "codec")
     both = [(n, getattr(found.block, n), getattr(block, n)) for n in Block.__dataclass_fields__ if n not in free]
     formats = dict(found.block.codec), dict(block.codec)
-    both += [(f"codec.{n}", *(f.get(n, "off") for f in formats)) for n in CLASSES if n not in auto]
+    both += [(f"codec.{n}", *(f.get(n, "off") for f in formats)) for n in TENSOR_CLASSES if n not in auto]
     for name, there, here in both:
         if there != here:
             raise ValueError(f"schedule.plan {path!r} was made for {name} {there!r}, but this run has {here!r}; "

@@ -12,6 +12,10 @@ import jax
 
 Array = jax.Array
 Axes = tuple[str, ...]
+# Tensors whose collectives can be coded: rows to experts and back; parameters, and their gradients.
+ROW_CLASSES = ("dispatch", "combine")
+PARAMETER_CLASSES = ("parameters", "gradients")
+TENSOR_CLASSES = (*ROW_CLASSES, *PARAMETER_CLASSES)
 
 
 class Tokens(NamedTuple):

@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 
 from jaxmoe.config import ConfigError, from_dict
 from jaxmoe.plan import codec_policy
-from jaxmoe.plan.block import CLASSES
 from jaxmoe.plan.cluster import AlphaBeta, load_cluster
 from jaxmoe.plan.graph import task_graph
 from jaxmoe.plan.plan import Plan
@@ -19,6 +18,7 @@ from jaxmoe.plan.schedules import SCHEDULES
 from jaxmoe.plan.tasks import Degrees, Part
 from jaxmoe.planning import block_of, codec_choices, compare, plan
 from jaxmoe.training.step import compiled_step, init_state
+from jaxmoe.types import TENSOR_CLASSES
 
 H100 = load_cluster("8x8-h100")
 CONFIG = {
@@ -71,7 +71,7 @@ def check_same_bits(steps, layers, arrived):
         assert one["loss"] == other["loss"] and one["grad_norm"] == other["grad_norm"]
     for one, other in zip(coded_state, raw_state, strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    for name in CLASSES:
+    for name in TENSOR_CLASSES:
         assert sums(coded, "raw_bytes", name) == sums(raw, "raw_bytes", name) == sums(raw, "wire_bytes", name) > 0
         assert sums(raw, "fallbacks", name) == 0
         assert sums(coded, "fallbacks", name) < steps * counts[name] or name not in arrived
@@ -148,7 +148,7 @@ def test_what_is_coded_between_nodes_has_the_same_bits_and_the_plans_bytes(paral
 
 @pytest.mark.slow
 def test_two_hundred_steps_are_the_same_bits():
-    check_same_bits(200, 2, CLASSES)
+    check_same_bits(200, 2, TENSOR_CLASSES)
 
 
 def at_rate(seconds_per_byte, links=("inter", "intra")):
@@ -184,7 +184,7 @@ def test_auto_plans_without_coding_where_that_hides_less():
     made, seconds = compare(auto, cluster)
     assert {n for n, _ in made.block.codec} == {"parameters", "gradients"}
     asked = {c.tensors: c.codec for c in choices}
-    for kinds in (asked, dict.fromkeys(CLASSES, "off")):
+    for kinds in (asked, dict.fromkeys(TENSOR_CLASSES, "off")):
         _, others = compare(config(auto.model_dump(), codec=kinds), cluster)
         assert seconds["auto"] < min(others.values())
     shown = {c.tensors: c for c in codec_policy.as_planned(choices, made.block)}

@@ -38,13 +38,13 @@ from jaxmoe.measure.timing import times_of  # noqa: E402
 from jaxmoe.measure.training import fastest, steppers  # noqa: E402
 from jaxmoe.mesh import make_mesh  # noqa: E402
 from jaxmoe.plan import codec_policy  # noqa: E402
-from jaxmoe.plan.block import CLASSES  # noqa: E402
 from jaxmoe.plan.cluster import AlphaBeta, Cluster, Codec, Link, load_cluster  # noqa: E402
 from jaxmoe.plan.cost import COLLECTIVES  # noqa: E402
 from jaxmoe.plan.plan import Plan  # noqa: E402
 from jaxmoe.plan.search import PLANNERS, search  # noqa: E402
 from jaxmoe.plan.simulate import simulate  # noqa: E402
 from jaxmoe.planning import block_of  # noqa: E402
+from jaxmoe.types import ROW_CLASSES, TENSOR_CLASSES  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "configs" / "netlab.toml"
 FORMATS = ("raw", "x4s", "x3p")
@@ -109,13 +109,13 @@ def plans_of(cfg, cluster: Cluster, mesh, args: argparse.Namespace) -> dict[str,
     chooses."""
     block = block_of(cfg, cluster)
     asked = lambda kind: dict(codec_policy.codec_of(  # noqa: E731
-        codec_policy.choose(block, cluster, dict.fromkeys(CLASSES, kind))))
+        codec_policy.choose(block, cluster, dict.fromkeys(TENSOR_CLASSES, kind))))
     raw, formats = asked("raw"), asked("auto")
     uncoded, coded = (replace(block, codec=tuple(c.items())) for c in (raw, raw | formats))
     found = {name: PLANNERS[name](uncoded, cluster) for name in ("sequential", "pipemoe", "fsmoe")}
     found["sp-moe"] = PLANNERS["sp-moe"](replace(uncoded, chunk="sequence"), cluster)
     found |= planned("auto", uncoded, cfg, cluster, mesh, args)
-    forced = formats or dict.fromkeys(codec_policy.OF_ROWS, CODED[0])
+    forced = formats or dict.fromkeys(ROW_CLASSES, CODED[0])
     named = lambda fmts: ", ".join(f"{tensors} {fmt}" for tensors, fmt in fmts.items())  # noqa: E731
     found[f"sequential, {named(forced)}"] = PLANNERS["sequential"](replace(block, codec=tuple((raw | forced).items())),
                                                                   cluster)

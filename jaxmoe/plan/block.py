@@ -19,8 +19,7 @@ Chunk = Literal["slots", "batch", "sequence"]
 Split = Literal["tokens", "slots"]
 LAYOUTS, CHUNKS, SPLITS = get_args(Layout), get_args(Chunk), get_args(Split)
 
-# Tensor classes whose collectives can be coded, and the parameters that are: they are used in the compute type only.
-CLASSES = ("dispatch", "combine", "parameters", "gradients")
+# Parameters whose gathers can be coded: they are used in the compute type only.
 CODED_GROUPS = ("attention", "experts", "shared")
 # What is kept by default: with these, the backward pass repeats no matrix product but attention's scores.
 SAVED = ("x", "q", "k", "v", "o", "h", "weights", "scores", "logits", "choice", "sizes", "rows", "hidden", "back",

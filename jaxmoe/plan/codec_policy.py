@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .. import codec as coder
-from .block import CLASSES, Block
+from ..types import ROW_CLASSES, TENSOR_CLASSES
+from .block import Block
 from .cluster import Cluster
 from .cost import seconds
 from .graph import task_graph
@@ -26,7 +27,6 @@ VERBS = {
     "parameters": ("param_gather",), "gradients": ("grad_reduce",),
 }
 TRIED = ("x3p", "x4s")   # by "auto"
-OF_ROWS = ("dispatch", "combine")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def choose(block: Block, cluster: Cluster, asked: Mapping[str, str], min_bytes: 
            degrees: Degrees | None = None) -> tuple[Choice, ...]:
     """asked: tensor class -> "auto", "off" or a format. degrees: None = one chunk."""
     degrees = degrees or Degrees()
-    return tuple(_choice(block, cluster, name, asked[name], min_bytes, degrees) for name in CLASSES)
+    return tuple(_choice(block, cluster, name, asked[name], min_bytes, degrees) for name in TENSOR_CLASSES)
 
 
 def codec_of(choices: tuple[Choice, ...]) -> tuple[tuple[str, str], ...]:
@@ -76,7 +76,7 @@ def _choice(block: Block, cluster: Cluster, name: str, asked: str, min_bytes: in
         return choice(None, off, f"collectives send at most {largest:.0f} bytes, less than codec.min_bytes={min_bytes}")
     if asked != "auto":
         return choice(asked, off, "as configured")
-    if name in OF_ROWS and block.d_model % coder.BLOCK:
+    if name in ROW_CLASSES and block.d_model % coder.BLOCK:
         return choice(None, off, f"rows of {block.d_model} values are not whole blocks of {coder.BLOCK}: few would fit")
     times = off | {codec: coded_seconds(block, cluster, name, codec, degrees)
                    for codec in TRIED if codec in cluster.codecs}

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
+from ..types import ROW_CLASSES
 from .block import Block
 from .tasks import Pass, TaskGraph, family
 
@@ -95,7 +96,7 @@ def _layer_bytes(b: Block) -> dict[str, float]:
     tokens, rows = b.tokens, b.sent_rows
     heads, kv_heads = tokens * b.heads * b.head_dim, tokens * b.kv_heads * b.head_dim
     stream, sent = tokens * b.d_model, rows * b.copies * b.d_model
-    coded = sum(name in ("dispatch", "combine") for name, _ in b.codec)   # each with its rows, to be sent if need be
+    coded = sum(name in ROW_CLASSES for name, _ in b.codec)   # each with its rows, to be sent if need be
     values = {"x": stream, "h": stream, "n": stream, "shared": stream, "xg": stream * m, "u": stream * m,
               "tokens": stream * m, "n_all": stream * m,
               "q": heads, "k": kv_heads, "v": kv_heads, "o": heads,

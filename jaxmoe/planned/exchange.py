@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from ..collectives import Counters, all_to_all, compressed
-from ..plan.block import CLASSES, Block
+from ..plan.block import Block
 from ..plan.execute import Counts, Verb
 from ..plan.tasks import Task, codec_of
-from ..types import Axes
+from ..types import TENSOR_CLASSES, Axes
 
 Change = Callable[[jax.Array], jax.Array]
 # How each metric of `metrics_of` is put together from several.
 CODEC_METRICS = {f"codec_{field}_{name}": jnp.max if field == "pool_used" else jnp.sum
-                 for name in CLASSES for field in Counters._fields}
+                 for name in TENSOR_CLASSES for field in Counters._fields}
 
 
 class Ends(NamedTuple):

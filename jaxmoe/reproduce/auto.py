@@ -29,12 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.block import CLASSES, Block, Param
+from ..plan.block import Block, Param
 from ..plan.cluster import Cluster, Codec, load_cluster
 from ..plan.codec_policy import choose, codec_of
 from ..plan.schedules.base import Bench, all_degrees
 from ..plan.search import Combination, Space, combined, finished, singles
 from ..plan.simulate import slowdown
+from ..types import TENSOR_CLASSES
 from . import fsmoe, mast, parm, sp_moe
 from .grid import Grid
 from .testbeds import TESTBEDS, Testbed
@@ -148,7 +149,7 @@ def coded_speedup(given: Block, cut: Block, costs: Cluster) -> float:
     bench = Bench(costs)
     single = _fastest([c.under(slow) for c in singles(replace(given, bytes_per_value=2), bench).values()])
     best, plain = single, replace(cut, bytes_per_value=2)
-    coded = replace(plain, codec=codec_of(choose(plain, costs, dict.fromkeys(CLASSES, "auto"))))
+    coded = replace(plain, codec=codec_of(choose(plain, costs, dict.fromkeys(TENSOR_CLASSES, "auto"))))
     for block in dict.fromkeys((plain, coded)):
         found = combined(bench.trials(block, slow), all_degrees(block), space, best.layer_seconds * block.segment)
         best = _fastest([best, *([found.refined()] if found else [])])
